@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
@@ -46,7 +47,7 @@ from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED, WIDENING
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes, without_ones
 from autopar.compiler.sharding.replicated_values import free_results
-from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.rule import Rule, shapes_of
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.solver.problem import MRF
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
@@ -113,8 +114,6 @@ class NodeTable:
     )
     """By the identity of the layouts of nodes, which are kept so that it stays theirs."""
     reshardings: dict[Hashable, np.ndarray] = field(default_factory=dict[Hashable, np.ndarray])
-    constants_s: float = 0.0
-    """Seconds of what no choice decides: of constants that no node reads."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -215,6 +214,31 @@ def _infinite_sums(source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) ->
 PHASES = ("forward", "backward", "update", "body")
 
 
+@dataclass(kw_only=True, eq=False)
+class _Constant:
+    """A free equation while nodes are collected: its number, and who reads its results."""
+
+    number: int
+    readers: dict[Any, tuple[LayoutNode, str]] = field(default_factory=dict[Any, tuple[LayoutNode, str]])
+    """Those that take the part that they want, with their phases."""
+    whole: bool = False
+    """Whether someone reads all of it on every device, whatever the layouts are."""
+
+
+class _Part(NamedTuple):
+    """The seconds in which a device makes a part of a constant, and the layouts of the operands that it takes."""
+
+    seconds: float
+    operands: tuple[Layout, ...]
+
+
+class _Parts(NamedTuple):
+    """What the whole of a constant takes, and what each of its parts does that an equation can make by itself."""
+
+    whole: _Part
+    split: dict[Layout, _Part]
+
+
 class _Key(NamedTuple):
     """Identify a read in folded layers: the reader, and its operand's number."""
 
@@ -276,10 +300,8 @@ class BlockBuilder:
     kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
     """Of each equation, while nodes are collected."""
-    constants: dict[jc.Var, tuple[int, dict[Any, LayoutNode]]] = field(
-        default_factory=dict[jc.Var, tuple[int, dict[Any, LayoutNode]]]
-    )
-    """By free value the number of the equation that makes it, and who reads it."""
+    constants: dict[jc.Var, _Constant] = field(default_factory=dict[jc.Var, _Constant])
+    """By free value the equation that makes it."""
     widened: set[jc.Var] = field(default_factory=set[jc.Var])
     """The values that are to be summed in more bits: not before they have these."""
 
@@ -298,9 +320,11 @@ class BlockBuilder:
                 self.free.add(v)
             else:
                 self.sources.setdefault(root, node)
-        repeats = Counter(self.classes)
+        equivalent: dict[int, list[int]] = {}
+        for number, first in enumerate(self.classes):
+            equivalent.setdefault(first, []).append(number)
         for number, eqn in enumerate(self.jaxpr.eqns):
-            self._add(number, eqn, repeats)
+            self._add(number, eqn, equivalent)
 
     def first(self, v: jc.Var) -> jc.Var:
         """Return the value that stands for one of folded layers."""
@@ -318,7 +342,7 @@ class BlockBuilder:
             return
         if atom in self.free:
             if atom in self.constants:
-                self.constants[atom][1][key] = node
+                self.constants[atom].readers[key] = node, phase
             return
         mine = self.uses.setdefault(self.first(atom), {})
         mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + self.weight, phase)
@@ -327,14 +351,13 @@ class BlockBuilder:
         """Return the phase in which an equation reads its operands."""
         return "body" if self.nested else phase_of(eqn, self.only_phase)
 
-    def _add(self, number: int, eqn: jc.JaxprEqn, repeats: Counter[int]) -> None:
+    def _add(self, number: int, eqn: jc.JaxprEqn, equivalent: Mapping[int, Sequence[int]]) -> None:
         first = self.classes[number]
         is_free = [isinstance(a, jc.Literal) or a in self.free for a in eqn.invars]
         freed = free_results(eqn, is_free)
         self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
         if all(freed) and not eqn.effects:
-            if eqn.outvars and eqn.primitive.name not in NESTED:
-                self.constants[eqn.outvars[0]] = number, {}
+            self.constants.update(dict.fromkeys(eqn.outvars, _Constant(number=number)))
             self.equations.append(None)
             return
         for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
@@ -344,9 +367,9 @@ class BlockBuilder:
             node = self.equations[first]
             assert node is not None
         elif eqn.primitive.name in NESTED:
-            node = self.planner.enter(self, eqn, self.weight * repeats[first])
+            node = self.planner.enter(self, eqn, self.weight * len(equivalent[first]))
         else:
-            node = self._choose(eqn, number, self.weight * repeats[first])
+            node = self._choose(eqn, number, [self.traffic[each] for each in equivalent[first]])
         self.equations.append(node)
         for v, result in zip(eqn.outvars, node.results, strict=True):
             if result is not None:
@@ -357,16 +380,25 @@ class BlockBuilder:
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
                 self.read(atom, argument, _Key(first, operand, phase), phase=phase)
+            else:
+                self._read_whole(atom)
 
-    def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationNode:
+    def _read_whole(self, atom: Any) -> None:
+        """Note that every device reads all of a free value."""
+        if not isinstance(atom, jc.Literal) and atom in self.constants:
+            self.constants[atom].whole = True
+
+    def _choose(self, eqn: jc.JaxprEqn, number: int, traffic: Sequence[Traffic]) -> EquationNode:
+        """Return the node of equivalent equations, each with its own traffic."""
         partial = frozenset(
             operand
             for operand, atom in enumerate(eqn.invars)
             if (source := self.source(atom)) is not None and any(layout.partial for layout in source.layouts)
         )
         found = self.planner.alternatives(eqn, self.kinds[number], partial)
-        seconds = found.seconds(eqn, self.traffic[number], self.planner.table.mesh_costs)
-        node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", seconds * weight)
+        costs = self.planner.table.mesh_costs
+        seconds = sum([found.seconds(eqn, each, costs) for each in traffic], np.zeros(len(found.strategies)))
+        node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", seconds * self.weight)
         return EquationNode(
             number=node,
             strategies=found.strategies,
@@ -385,24 +417,66 @@ class BlockBuilder:
         )
         for v, by_key in self.uses.items():
             self._connect(v, list(by_key.values()), done)
-        for number, readers in self.constants.values():
-            self._charge_constant(number, list(readers.values()))
+        for atom, node in zip(self.jaxpr.outvars, results, strict=True):
+            if node is None:
+                self._read_whole(atom)
+        self._charge_constants()
         return done
 
-    def _charge_constant(self, number: int, readers: Sequence[LayoutNode]) -> None:
-        """Charge readers for a constant, of which a device makes the part that they want: once for equal parts."""
-        eqn, table = self.jaxpr.eqns[number], self.planner.table
+    def _charge_constants(self) -> None:
+        """Charge readers for constants, of which a device makes the parts that they want.
+
+        The whole of one is made once for all of its readers, a part once for those of a phase. They share the seconds
+        as if all wanted the same; where they do not, that is less than the program takes.
+        """
+        tables: dict[_Constant, _Parts] = {}
+        for constant in dict.fromkeys(self.constants.values()):
+            parts = self._parts(constant.number)
+            operands = jc.operands(self.jaxpr.eqns[constant.number])
+            if any(each.seconds for each in (parts.whole, *parts.split.values())) or any(
+                self.constants.get(v) in tables for v in operands
+            ):
+                tables[constant] = parts
+        for constant, parts in reversed(tables.items()):  # readers of constants come before them
+            self._charge_constant(constant, parts)
+
+    def _parts(self, number: int) -> _Parts:
+        """Return what a constant takes, by the layout of its result."""
+        eqn, costs = self.jaxpr.eqns[number], self.planner.table.mesh_costs
+        if eqn.primitive.name in NESTED or len(eqn.outvars) > 1:
+            strategy = Strategy(
+                operands=tuple(replicated(len(shape)) for shape in shapes_of(eqn.invars)),
+                results=tuple(replicated(len(shape)) for shape in shapes_of(eqn.outvars)),
+            )
+            return _Parts(_Part(equation_s(eqn, strategy, costs, self.traffic[number]), strategy.operands), {})
         summands = frozenset(range(len(eqn.invars)))
-        found = table.tables.alternatives(eqn, self.kinds[number], summands, self.planner.rules)
-        every = found.seconds(eqn, self.traffic[number], table.mesh_costs).tolist()
-        if not any(every):
-            return
-        if not readers:
-            table.constants_s += self.weight * min(every)
-        seconds = dict(zip(found.results[0], every, strict=True))
-        for node in readers:
-            part_s = np.array([seconds.get(layout, max(every)) for layout in node.layouts])
-            table.costs[node.number] = table.costs[node.number] + self.weight / len(readers) * part_s
+        found = self.planner.table.tables.alternatives(eqn, self.kinds[number], summands, self.planner.rules)
+        parts: dict[Layout, _Part] = {}
+        seconds = found.seconds(eqn, self.traffic[number], costs).tolist()
+        for strategy, part_s in zip(found.strategies, seconds, strict=True):
+            if not strategy.combined:
+                parts.setdefault(strategy.results[0], _Part(part_s, strategy.operands))
+        return _Parts(parts.pop(found.results[0][0]), parts)
+
+    def _charge_constant(self, constant: _Constant, parts: _Parts) -> None:
+        table, eqn, whole_s = self.planner.table, self.jaxpr.eqns[constant.number], parts.whole.seconds
+        if constant.whole:
+            if whole_s:
+                table.add_node(f"{eqn.primitive.name} {constant.number}", [self.weight * whole_s])
+            whole_s = 0.0
+            for atom in eqn.invars:
+                self._read_whole(atom)
+        per_phase = Counter(phase for _, phase in constant.readers.values())
+        for key, (node, phase) in list(constant.readers.items()):
+            chosen = [parts.split.get(layout, parts.whole) for layout in node.layouts]
+            shares = [
+                whole_s / len(constant.readers) if part is parts.whole else part.seconds / per_phase[phase]
+                for part in chosen
+            ]
+            table.costs[node.number] = table.costs[node.number] + self.weight * np.array(shares)
+            for place, atom in enumerate(eqn.invars):
+                wanted = LayoutNode(node.number, tuple(part.operands[place] for part in chosen))
+                self.read(atom, wanted, (key, constant.number, place), phase=phase)
 
     def _connect(self, v: jc.Var, uses: list[Reader], done: BlockGraph) -> None:
         source = self.sources[v]

@@ -181,14 +181,16 @@ class IntraOpProblem:
     time_limit_s: float
     cache_directory: Path | None
 
-    @cached_property
     def unlimited(self) -> Optimum:
-        """The best layouts if memory had no end."""
+        """Return the best layouts if memory had no end."""
         return solve(self.search.table.problem(), time_limit_s=self.time_limit_s)
 
-    def best(self, below_s: float = math.inf) -> IntraOpPlan:
-        """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick."""
-        search, make = self.search, partial(self._solved, below_s)
+    def best(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> IntraOpPlan:
+        """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick.
+
+        `unlimited` are the best if memory had no end, where they are known.
+        """
+        search, make = self.search, partial(self._solved, below_s, unlimited)
         limited = math.isfinite(search.budget_bytes)
         budget = str(search.budget_bytes if limited else None)
         more = budget, str(search.headroom), str(sorted(search.donated)), str(self.time_limit_s)
@@ -197,12 +199,12 @@ class IntraOpProblem:
             optimum=optimum, choices=search.choices, table=search.table, program=search.program(optimum.assignment)
         )
 
-    def _solved(self, below_s: float) -> Optimum:
-        if "unlimited" in self.__dict__ and self.unlimited.value < below_s:
+    def _solved(self, below_s: float, unlimited: Optimum | None) -> Optimum:
+        if unlimited is not None and unlimited.value < below_s:
             limited = math.isfinite(self.search.budget_bytes)
-            proven = self.unlimited.gap <= MAX_GAP
-            if not limited or (proven and self.search.measure(self.unlimited.assignment).excess <= 0):
-                return self.unlimited
+            proven = unlimited.gap <= MAX_GAP
+            if not limited or (proven and self.search.measure(unlimited.assignment).excess <= 0):
+                return unlimited
         if math.isinf(self.search.budget_bytes):
             return solve(self.search.table.problem(), time_limit_s=self.time_limit_s, below=below_s)
         return solve_within_memory(self.search, time_limit_s=self.time_limit_s, below_s=below_s)

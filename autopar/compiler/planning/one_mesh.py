@@ -6,7 +6,7 @@ Trace, Auto | Zero | TensorParallel | ExpertParallel | ShardParallel, devices  -
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
 from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
-from autopar.compiler.solver.problem import NoneBelow
+from autopar.compiler.solver.problem import NoneBelow, Optimum
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
@@ -56,12 +56,13 @@ class MeshSearchResult:
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds that no layouts undercut, by the price that they are chosen by.
+        """Seconds that no layouts are known to undercut, less what the price of the chosen ones is above their program.
 
-        That is above the program's where readers in the update share a part of a parameter, and may be above or below
-        it where layers are planned as one.
+        The price that layouts are chosen by is what the program takes, or less where readers want different parts of a
+        constant. It is more where readers share what the price has each make: a part of a value beside its form for
+        their phase. Other layouts may share as much again.
         """
-        return min(self.intra_op.optimum.lower_bound + self.intra_op.table.constants_s, self.step_time_s)
+        return self.intra_op.optimum.lower_bound - 2 * max(0.0, self.intra_op.optimum.value - self.step_time_s)
 
 
 def plan_by_search(
@@ -91,12 +92,13 @@ def plan_by_search(
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
     slow_s: list[float] = []
+    unlimited: Mapping[_Place, Optimum | None] = dict.fromkeys(places)
     if len(places) > 1 and auto.remat is not True:
-        places = _most_promising_first(places, refused)
+        unlimited = _most_promising_first(places, refused)
     budget = memory_limit(auto.memory, machine) / (1 + _headroom(method, checked))
-    for place in places:
+    for place, optimum in unlimited.items():
         try:
-            fitting.append(_search_layers(method, place, offered, budget, below_s))
+            fitting.append(_search_layers(method, place, offered, budget, below_s, optimum))
             below_s = min(below_s, fitting[-1].step_time_s)
         except NoneBelow as none:
             slow_s.append(none.bound)
@@ -120,18 +122,20 @@ class _Place:
         return self.begin()
 
 
-def _most_promising_first(places: Sequence[_Place], refused: list[MemoryTooSmall | InvalidArgument]) -> list[_Place]:
-    """Return the places by the time that the best layouts there would take if memory had no end.
+def _most_promising_first(
+    places: Sequence[_Place], refused: list[MemoryTooSmall | InvalidArgument]
+) -> dict[_Place, Optimum]:
+    """Return the best layouts of each place if memory had no end, the fastest first.
 
     So the program of one place is measured, as long as it fits. Adds to what is `refused`.
     """
-    times_s: dict[_Place, float] = {}
+    found: dict[_Place, Optimum] = {}
     for place in places:
         try:
-            times_s[place] = place.plain.problem.unlimited.value
+            found[place] = place.plain.problem.unlimited()
         except InvalidArgument as error:
             refused.append(error)
-    return sorted(times_s, key=lambda place: times_s[place])
+    return dict(sorted(found.items(), key=lambda each: each[1].value))
 
 
 def _search_layers(
@@ -140,15 +144,17 @@ def _search_layers(
     offered: Callable[[], Offer],
     budget: float,
     below_s: float,
+    optimum: Optimum | None,
 ) -> MeshSearchResult:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory.
 
-    Raises `NoneBelow` where no plan takes less than `below_s` even if nothing is recomputed.
+    `optimum` are the best layouts there if nothing is recomputed and memory had no end, where they are known. Raises
+    `NoneBelow` where no plan takes less than `below_s` even if nothing is recomputed.
     """
 
     def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
         if not count:
-            return place.plain.found(below_s)
+            return place.plain.found(below_s, optimum)
         recomputed = tuple(sorted(offered().layers[:count]))
         return place.begin(recomputed_layers=recomputed, num_layers=offered().num_layers, within=within).found()
 
@@ -212,9 +218,12 @@ class BegunSearch:
     problem: IntraOpProblem
     recomputed_layers: tuple[int, ...]
 
-    def found(self, below_s: float = math.inf) -> MeshSearchResult:
-        """Return its result; raise `MemoryTooSmall` where none fits, `NoneBelow` where none takes less."""
-        intra_op = self.problem.best(below_s)
+    def found(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> MeshSearchResult:
+        """Return its result; raise `MemoryTooSmall` where none fits, `NoneBelow` where none takes less.
+
+        `unlimited` is as in `IntraOpProblem.best`.
+        """
+        intra_op = self.problem.best(below_s, unlimited)
         return MeshSearchResult(
             closed=self.closed,
             mesh=self.mesh,

@@ -205,7 +205,7 @@ def copied_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_s
     group = math.prod(mesh_shape[axis] for axis in step.axes)
 
     def moves(dim: int) -> bool:
-        return dim > 0 or max(sizes[dim], later[dim]) < group * min(sizes[dim], later[dim])
+        return math.prod(shape[:dim]) > 1 or max(sizes[dim], later[dim]) < group * min(sizes[dim], later[dim])
 
     match step:
         case Slice():

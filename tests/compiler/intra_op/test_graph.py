@@ -39,7 +39,7 @@ def names(function, *args, **options):
             ["input 0", "add 3", "result 0"],
             id="nothing for what is free",
         ),
-        pytest.param(lambda n: n + 1, (jnp.float32(1),), [], id="nothing for what is small"),
+        pytest.param(lambda n: n + 1, (jnp.float32(1),), ["add 0"], id="one without a choice for what is small"),
     ],
 )
 def test_nodes_of_a_program_are(function, args, expected):

@@ -74,7 +74,7 @@ def test_what_was_compiled_is_what_was_planned_and_equals_the_plain_step(method)
     step = autopar.parallelize(train_step, method=method, donate_argnums=0)
     plan = step.trace(state, batch).plan().plan
     assert plan.sharding.collectives
-    assert plan.sharding.gap <= 1e-3
+    assert plan.sharding.gap <= 2e-2  # readers of the update share parts that the price has each make
     report = plan.verify(step, (state, batch))
     assert report, str(report)
 
@@ -99,19 +99,20 @@ def test_models_of_the_zoo_run_by_every_kind_of_parallelism(name, method, float6
     assert report, str(report)
 
 
-@pytest.mark.parametrize("shape", [(1,), (2, 4)], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "regularized", "dropout", "control_flow", "scan_layers", "moe"])
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", ZOO)
 def test_what_is_chosen_by_is_what_the_program_takes(name, shape, float64):
-    """Constants, copies and branches included: a search compares its plans with others by the times of programs."""
+    """Constants, forms and branches included: a search compares its plans with others by the times of programs."""
     case, cluster = ZOO[name], autopar.Cluster(num_devices=math.prod(shape), kind="cpu")
     fun, *arguments = case.make()
     auto = autopar.Auto(mesh_shape=shape)
     step = autopar.parallelize(fun, method=auto, batch_argnums=case.batch_argnums, cluster=cluster)
     mesh = LogicalMesh(shape=shape, axis_names=auto.mesh_axes)
     found = search_on(step.trace(*arguments, **case.kwargs).trace, auto, mesh, machine=cluster.machine)
-    chosen_by_s = found.intra_op.optimum.value + found.intra_op.table.constants_s
-    assert chosen_by_s == pytest.approx(found.step_time_s, rel=1e-3 if shape == (1,) else 1e-2)
-    assert found.intra_op.optimum.value < found.step_time_s
+    assert found.lower_bound_s <= found.step_time_s
+    chosen_by_s = found.intra_op.optimum.value
+    # On several devices readers share parts that the price has each make, and take different parts of constants.
+    assert chosen_by_s == pytest.approx(found.step_time_s, rel=1e-6 if shape == (1,) else 1e-2)
 
 
 @pytest.mark.parametrize("name", ["mlp", "regularized", "recurrent", "moe"])
