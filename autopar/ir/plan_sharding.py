@@ -184,7 +184,7 @@ class Certificate:
 
     The bound is for one program and for stages, on every part of the cluster, for every number of microbatches and
     every schedule. It does not cover other cuts into layers than the model's, other layouts where layers of a stage
-    meet, meshes of more than two axes, and what readers of a value share beyond one form of it for each phase.
+    meet, meshes of more than two axes, and slices of a value that several equations read: each is charged for its own.
     """
 
     step_time_s: float
@@ -216,8 +216,8 @@ class Certificate:
         best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""
         return (
             f"{1e3 * self.step_time_s:.4g} ms per step as simulated, at most {100 * self.gap:.2g} % above the best "
-            f"plan{self.of_kinds} that was asked for (other layers, other layouts between layers, parts that readers "
-            "share beside forms and meshes of three axes not counted)"
+            f"plan{self.of_kinds} that was asked for (other layers, other layouts between layers, slices that several "
+            "equations read and meshes of three axes not counted)"
             + (f"; {self.stopped}" if self.stopped else "")
             + best
         )
