@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +56,14 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
     "llama-1b": lambda: llama_workload("llama-1b", _LLAMA),
     "wide-resnet": lambda: wide_resnet("wide-resnet", replace(RESNET_SIZES["250M"], batch=64), _16_BITS),
     "moe-380m": lambda: alpa_moe("moe-380m", replace(MOE_SIZES["380M"], batch=16), _16_BITS),
-    # Nothing computed again, attention in a kernel, 32 bits, other shapes: what no figure was set by.
+    # Nothing computed again, 32 bits, other shapes: what no figure was set by.
     "gpt-125m, kept": lambda: alpa_gpt(
         "gpt-125m, kept", replace(GPT_SIZES["125M"], batch=16, recomputed=False), _16_BITS
-    ),
-    "gpt-760m, kernel": lambda: alpa_gpt(
-        "gpt-760m, kernel", replace(GPT_SIZES["760M"], batch=8, recomputed=False, kernel=True), _16_BITS
     ),
     "llama-1b, kept": lambda: llama_workload("llama-1b, kept", replace(_LLAMA, batch=2, remat=False)),
     "wide-resnet, float32": lambda: wide_resnet(
         "wide-resnet, float32", replace(RESNET_SIZES["250M"], batch=32, recomputed=False)
     ),
-    "moe-690m, float32": lambda: alpa_moe("moe-690m, float32", replace(MOE_SIZES["690M"], batch=8), jnp.float32),
     "small": lambda: alpa_gpt(
         "small", GPTSize(width=128, layers=2, heads=4, length=64, vocabulary=512, batch=4), jnp.float32
     ),
@@ -236,7 +231,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     table = Table(title=f"Steps on one {rows[0].machine['device'] if rows else 'device'}")
     for column in ("", "measured ms", "planned", "error", "calibrated", "error", "used GiB", "planned", "compiled"):
         table.add_column(column, justify="right" if column else "left")
-    gib = partial("{:.2f}".format)
+    gib = "{:.2f}".format
     for row in rows:
         calibrated = row.calibrated_ms
         table.add_row(

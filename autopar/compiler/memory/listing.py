@@ -265,7 +265,8 @@ class _Lister:
     def _places_bytes(self, action: Evaluate) -> float:
         """Return the bytes of the places of the largest in all windows, which XLA finds before it adds there.
 
-        A place is a number of 32 bits for each dimension, and the largest is beside it; TPUs have a kernel for both.
+        A place is a number of 32 bits for each dimension, and the largest is beside it. Compilers whose kernels compute
+        what they read, as those of TPUs, do both in one.
         """
         if action.eqn.primitive.name not in SELECTIONS or self.machine.fuses_products:
             return 0.0

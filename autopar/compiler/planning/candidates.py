@@ -276,7 +276,7 @@ def stage_candidates(
 
     most_gain = 2 / 3 * (num_stages[1] - 1) / (num_stages[1] - 1 + num_microbatches)
 
-    ranges_of = partial(_ranges_of, problem, known, num_microbatches, bool(by_split[0]))
+    ranges_of = partial(RangeCosts.of, problem, known, num_microbatches, bool(by_split[0]))
 
     def best_of(schedules: Sequence[Schedule], remats: Sequence[bool]) -> list[PipelineCandidate]:
         ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
@@ -319,29 +319,6 @@ def stage_candidates(
         found += best_with(remats)
         found += best_with(remats[1:])  # which need the least memory
     return found
-
-
-def _ranges_of(
-    problem: StageProblem,
-    known: KnownLayers,
-    num_microbatches: int,
-    with_whole: bool,
-    splits: bool,
-    remats: Sequence[bool],
-) -> RangeCosts:
-    """Return the costs of ranges of layers, whose stages may do as any of `remats` says, the first before the others.
-
-    Where `with_whole`, those whose weight gradients are tasks of their own know the others.
-    """
-    of = partial(_ranges_of, problem, known, num_microbatches, with_whole)
-    remat, *others = remats
-    return RangeCosts(
-        problem,
-        *known(num_microbatches, remat, splits=splits),
-        remat=remat,
-        whole=of(False, (remat,)) if splits and with_whole else None,
-        again=of(splits, others) if others else None,
-    )
 
 
 def _schedules(problem: StageProblem, num_microbatches: int, most_stages: int) -> list[Schedule]:

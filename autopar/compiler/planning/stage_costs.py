@@ -372,6 +372,31 @@ class RangeCosts:
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
+    @classmethod
+    def of(
+        cls,
+        problem: StageProblem,
+        known: KnownLayers,
+        num_microbatches: int,
+        with_whole: bool,
+        splits: bool,
+        remats: Sequence[bool],
+    ) -> RangeCosts:
+        """Return the costs where stages may do as any of `remats` says, the first before the others.
+
+        Where `with_whole`, those whose weight gradients are tasks of their own, as `splits` says, know the others.
+        """
+        remat, *others = remats
+        return cls(
+            problem,
+            *known(num_microbatches, remat, splits=splits),
+            remat=remat,
+            whole=cls.of(problem, known, num_microbatches, with_whole, False, (remat,))
+            if splits and with_whole
+            else None,
+            again=cls.of(problem, known, num_microbatches, with_whole, splits, others) if others else None,
+        )
+
     @property
     def solved(self) -> Set[Submesh]:
         """The submeshes on which the layouts of layers are solved for; on others, only their work counts."""
