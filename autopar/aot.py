@@ -239,9 +239,10 @@ class Lowered:
         """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
 
         `args` are the step's arguments, to run it on, and on others of up to four times their size; without them, or
-        for a GPU `target` such as "h100" (which compiles with XLA's GPU compiler and needs no GPU), only the
-        collectives are compared. Raises `InvalidArgument` for a target that there is not, `InvalidProgram` for a
-        program that does not fit together.
+        for a `target` such as "h100" or "tpu-v5p" (which compiles with XLA's compiler for it and needs no such device),
+        only the collectives are compared. Raises `InvalidArgument` for a target that there is not or whose compiler is
+        not installed, `Unsupported` for what that does not compile, `InvalidProgram` for a program that does not fit
+        together.
         """
         self.program.verify()
         devices = None if target is not None else self.source.target.live_devices()

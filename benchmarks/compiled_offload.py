@@ -26,8 +26,8 @@ from rich.table import Table
 
 import autopar
 from autopar.aot import Lowered
-from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
-from autopar.compiler.analysis.compiled_collectives import executable_mesh, options_for
+from autopar.compiler.analysis.aot_targets import aot_devices, gpu_targets
+from autopar.compiler.analysis.compiled_collectives import compile_for, executable_mesh
 from autopar.hardware.machine import Machine
 from autopar.ir.program import ArrayType, Copy, Free, MeshProgram
 from autopar.runtime.simulator import ConstantCosts, simulate
@@ -106,7 +106,7 @@ def on_devices(mesh: MeshProgram, name: str) -> ArrayType:
 def compiled_transfers(lowered: Lowered, target: str) -> Mapping[ArrayType, Transfer]:
     """Compile for a GPU the way to the host and back of every kind of value that a program of one mesh copies."""
     (mesh,), (planned,) = lowered.program.meshes, lowered.plan.meshes
-    live = executable_mesh(planned, gpu_devices(target, _NUM_DEVICES))
+    live = executable_mesh(planned, aot_devices(target, _NUM_DEVICES))
     copied = {on_devices(mesh, name) for i in mesh.instructions if isinstance(i, Copy) for name in i.results}
 
     def there_and_back(x: jax.Array) -> jax.Array:
@@ -119,7 +119,8 @@ def compiled_transfers(lowered: Lowered, target: str) -> Mapping[ArrayType, Tran
     for kind in sorted(copied, key=str):
         where = NamedSharding(live, kind.spec)
         trip = jax.jit(there_and_back, in_shardings=where, out_shardings=where)
-        compiled = trip.lower(jax.ShapeDtypeStruct(kind.shape, kind.dtype)).compile(options_for(target))
+        lowered = trip.lower(jax.ShapeDtypeStruct(kind.shape, kind.dtype))
+        compiled = compile_for(target, lowered, f"the copy of {kind}")
         starts = [(made.endswith(_ON_HOST), taken.endswith(_ON_HOST)) for made, taken in _COPY.findall(_text(compiled))]
         memory = compiled.memory_analysis()
         assert memory is not None

@@ -42,7 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.aot_targets import aot_devices
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled
@@ -192,7 +192,7 @@ def target_of(name: str | None, figures: Path | None = None) -> Target:
     here = jax.devices()[:NUM_DEVICES]
     if name:
         cluster = autopar.Cluster(num_devices=NUM_DEVICES, kind=name)
-        return Target(devices=gpu_devices(name, NUM_DEVICES), cluster=cluster, machine=cluster.machine)
+        return Target(devices=aot_devices(name, NUM_DEVICES), cluster=cluster, machine=cluster.machine)
     if figures:
         cluster = autopar.Cluster.load(figures).with_devices(len(here))
         return Target(devices=here, cluster=cluster, machine=cluster.machine)

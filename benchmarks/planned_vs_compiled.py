@@ -40,7 +40,7 @@ from rich.table import Table
 
 import autopar
 from autopar.api import Planned, Traced
-from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.aot_targets import aot_devices
 from autopar.compiler.analysis.compiled_collectives import TOLERANCE
 from autopar.methods import Method
 from autopar.verification import VerificationReport
@@ -246,7 +246,7 @@ def check(case: Case) -> Row:
     start = time.perf_counter()
     try:
         if not on_cpu:
-            gpu_devices("h100", num_devices_of(case.compiler))
+            aot_devices("h100", num_devices_of(case.compiler))
         traced = traced_model(case.model, case.compiler)
         planned = plan_case(traced, case)
         planned_at = time.perf_counter()

@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.aot_targets import aot_devices
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.memory import estimate
@@ -63,7 +63,7 @@ def peak_memory(block, mesh, donated=()) -> estimate.MemoryEstimate:
 
 def compiled_bytes(trace, block, mesh, donated) -> float:
     """Peak bytes of one H100 for the local program, as XLA compiles it ahead of time."""
-    devices = Mesh(np.reshape(gpu_devices("h100", mesh.num_devices), mesh.shape), mesh.axis_names)
+    devices = Mesh(np.reshape(aot_devices("h100", mesh.num_devices), mesh.shape), mesh.axis_names)
     step = jax.jit(
         jaxpr_as_fun(emit_spmd(trace.jaxpr, block, mesh)),
         in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import os
 from collections.abc import Generator
 from importlib import metadata
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from autopar.checks import names_alike
+from autopar.checks import check_count, names_alike
 from autopar.errors import InvalidArgument
 
 _Device = Any  # a jax.Device, which the type checker does not know
@@ -31,82 +31,92 @@ DEVICES_PER_HOST = 8
 _TARGETS = files("autopar.compiler.analysis") / "gpu_targets"
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-# By name what the compiler calls a TPU, and the dimensions of its torus.
-_TPUS = {"tpu-v5e": ("v5e", 2), "tpu-v5p": ("v5p", 3), "tpu-v6e": ("v6e", 2)}
+# By name what the compiler calls a TPU, the dimensions of its torus, and the devices of a chip.
+_TPUS = {"tpu-v5e": ("v5e", 2, 1), "tpu-v5p": ("v5p", 3, 1), "tpu-v6e": ("v6e", 2, 1), "tpu7x": ("tpu7x", 3, 2)}
+_LEAST_CHIPS = 4
+_AMD = ("mi200", "mi210", "mi250", "mi250x", "mi300a", "mi300x", "mi325x", "mi350x", "mi355x")
 # Else the compiler asks a server that only a host of TPUs has what it runs on.
 _NO_SERVER = "TPU_SKIP_MDS_QUERY"
 
 
 def gpu_targets() -> tuple[str, ...]:
-    """The GPUs whose figures are known, by name."""
+    """The NVIDIA GPUs whose figures are known, by name."""
     return tuple(sorted(file.name.removesuffix(".txtpb") for file in _TARGETS.iterdir()))
 
 
 def tpu_targets() -> tuple[str, ...]:
-    """The TPUs whose compiler is known, by name."""
+    """The TPUs that can be asked for, by name; a libtpu of another release may know fewer."""
     return tuple(sorted(_TPUS))
 
 
+def is_gpu(target: str) -> bool:
+    """Return whether a target is a GPU."""
+    return target not in _TPUS
+
+
 def aot_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
-    """Abstract devices to build a mesh of, a GPU's or a TPU's; raises what `gpu_devices` and `tpu_devices` do."""
-    return tpu_devices(target, num_devices) if target in _TPUS else gpu_devices(target, num_devices)
+    """Abstract devices to build a mesh of and to compile for; equal arguments give the same devices.
+
+    They are the first of the fewest whole hosts or, of TPUs, of the smallest slice of a power of two that has so many:
+    more than eight GPUs stand in hosts of eight, each a process. Raises `InvalidArgument` for a target that there is
+    not, for no device, and if the target's compiler is not installed or does not know it.
+    """
+    check_count("The number of devices to compile for", num_devices)
+    if target in _TPUS:
+        return _tpus(target, num_devices)[:num_devices]
+    if target in gpu_targets():
+        return _gpus(target, num_devices)[:num_devices]
+    if target in _AMD:
+        raise InvalidArgument(
+            f"{target!r} is an AMD GPU. Its compiler comes with JAX's plug-in for ROCm (jax-rocm7-plugin and "
+            "jax-rocm7-pjrt), which starts only where AMD's ROCm is installed, and not without its GPUs. Verify on a "
+            "host that has them, without a target."
+        )
+    every = (*gpu_targets(), *_AMD, *tpu_targets())
+    raise InvalidArgument(
+        f"There is no target {target!r} to compile for. {names_alike(str(target), every)}Choose a GPU "
+        f"({', '.join(gpu_targets())}) or a TPU ({', '.join(tpu_targets())})."
+    )
+
+
+def _tpus(target: str, num_devices: int) -> tuple[_Device, ...]:
+    """Return the smallest slice that has so many TPUs, with sides as equal as can be."""
+    name, dimensions, per_chip = _TPUS[target]
+    num_chips = max(-(-num_devices // per_chip), _LEAST_CHIPS)
+    sides = [1] * dimensions
+    for number in range((num_chips - 1).bit_length()):
+        sides[number % dimensions] *= 2
+    sides = sides if dimensions == 3 else sides[::-1]
+    return _slice(f"{name}:{'x'.join(map(str, sides))}")
 
 
 @functools.cache
-def tpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
-    """Abstract TPUs of one slice, whose sides are as equal as can be; equal arguments give the same devices.
-
-    Raises `InvalidArgument` for a TPU that is not known, a number that makes no slice, and if the compiler is not
-    installed.
-    """
-    if target not in _TPUS:
-        raise InvalidArgument(
-            f"A TPU named {target!r} is not known; {', '.join(tpu_targets())} are. "
-            f"{names_alike(target, tpu_targets())}Take the nearest of these."
-        )
-    name, dimensions = _TPUS[target]
-    if num_devices < 4 or num_devices.bit_count() != 1:
-        raise InvalidArgument(
-            f"{num_devices} TPUs were asked for; a slice has 4, 8, 16 or another power of two. Ask for one of these."
-        )
-    sides = [1] * dimensions
-    for number in range(num_devices.bit_length() - 1):
-        sides[number % dimensions] *= 2
-    sides = sides if dimensions == 3 else sides[::-1]
-    topology = f"{name}:{'x'.join(map(str, sides))}"
+def _slice(topology: str) -> tuple[_Device, ...]:
     try:
         with _environment(_NO_SERVER):
             return tuple(topologies.get_topology_desc(topology, "tpu").devices)
     except Exception as error:
+        if importlib.util.find_spec("libtpu") is None:
+            raise InvalidArgument(
+                "XLA's TPU compiler, libtpu, is not installed; compiling for TPUs that are not here needs it. "
+                "Run `pip install 'autopar[tpu-aot]'`."
+            ) from error
         raise InvalidArgument(
-            f"XLA's TPU compiler does not start: {error}. Compiling for TPUs that are not here needs libtpu of the "
-            "release of jaxlib. Run `pip install 'autopar[tpu-aot]'`."
+            f"XLA's TPU compiler, libtpu {metadata.version('libtpu')}, does not make the slice {topology}: {error}. "
+            "Ask for fewer devices or another TPU, or, if it does not know this one, run "
+            "`pip install --upgrade 'autopar[tpu-aot]'`."
         ) from error
 
 
+def _gpus(target: str, num_devices: int) -> tuple[_Device, ...]:
+    """Return so many GPUs of one host, or the hosts of eight that have so many."""
+    num_hosts = -(-num_devices // DEVICES_PER_HOST)
+    return _hosts(target, f"1x{num_hosts}x{min(num_devices, DEVICES_PER_HOST)}")
+
+
 @functools.cache
-def gpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
-    """Abstract devices to build a mesh of and to compile for; equal arguments give the same devices.
-
-    More than eight stand in hosts of eight, each a process. Raises `InvalidArgument` for a target whose figures are not
-    known, a number that does not fill its hosts, and if the compiler is not installed.
-    """
-    if target not in gpu_targets():
-        raise InvalidArgument(
-            f"The figures of a GPU named {target!r} are not known; those of {', '.join(gpu_targets())} are. "
-            f"{names_alike(target, gpu_targets())}Take the nearest of these."
-        )
-    num_hosts, rest = divmod(num_devices, DEVICES_PER_HOST)
-    if num_devices < 1 or (num_hosts and rest):
-        raise InvalidArgument(
-            f"{num_devices} devices were asked for; a host has {DEVICES_PER_HOST}, and hosts must be full. "
-            f"Ask for up to {DEVICES_PER_HOST}, or for a multiple of {DEVICES_PER_HOST}."
-        )
-    topology = f"1x{num_hosts}x{DEVICES_PER_HOST}" if num_hosts else f"1x1x{rest}"
-    return _devices(target, topology, (_TARGETS / f"{target}.txtpb").read_text(encoding="utf-8"))
-
-
-def _devices(target: str, topology: str, figures: str) -> tuple[_Device, ...]:
+def _hosts(target: str, topology: str) -> tuple[_Device, ...]:
+    figures = (_TARGETS / f"{target}.txtpb").read_text(encoding="utf-8")
     try:
         return tuple(topologies.get_topology_desc(target, "cuda", topology=topology, target_config=figures).devices)
     except NotImplementedError:  # JAX has no plug-in for CUDA; afterwards it has

@@ -13,6 +13,8 @@ XLA prints one computation after the other, the called before the calling one, o
     ENTRY %main (...) -> (...) {
       ... while(%start), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
 
+Compilers for CPUs and GPUs print how often a loop runs; of others' the counter, its start, step and bound say it.
+
 The operands of a collective and the size of its groups say what it moves, whatever the form of its result (which
 differs between a plain collective, a combined one, and the start of an asynchronous one).
 """
@@ -33,7 +35,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.aot_targets import aot_devices, is_gpu
 from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import Unsupported
 from autopar.hardware.collectives import PASSES, wire_bytes
@@ -48,6 +50,7 @@ UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_COUNTS_WITH = ("add", "copy", "copy-start", "copy-done", "bitcast")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
@@ -127,6 +130,10 @@ class _Computation:
     """The type of every value."""
     instructions: tuple[_Instruction, ...]
     """Those that communicate or call other computations."""
+    definitions: Mapping[str, str]
+    """What follows the type of every value."""
+    root: str
+    """The name of the value that it returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +156,18 @@ def _read(text: str) -> _Module:
 def _read_computation(name: str, is_entry: bool, lines: Iterator[str]) -> _Computation:
     """Read the lines up to the closing brace."""
     types: dict[str, str] = {}
+    definitions: dict[str, str] = {}
     instructions: list[_Instruction] = []
+    root = ""
     for line in lines:
         if line.startswith("}"):
             break
         if not (defined := _INSTRUCTION.match(line)):
             continue
         type_end = _type_end(line, defined.end())
-        types[defined[1]] = line[defined.end() : type_end]
-        opcode, _, rest = line[type_end + 1 :].partition("(")
+        types[defined[1]], definitions[defined[1]] = line[defined.end() : type_end], line[type_end + 1 :]
+        root = defined[1] if "ROOT" in defined[0] else root
+        opcode, _, rest = definitions[defined[1]].partition("(")
         if opcode == "send" and "is_host_transfer=true" in rest:
             continue  # a callback: nothing for other devices
         if _operation(opcode) or (_CALLED.search(rest) and not opcode.endswith(("-done", "-update"))):
@@ -167,7 +177,14 @@ def _read_computation(name: str, is_entry: bool, lines: Iterator[str]) -> _Compu
                     name=defined[1], opcode=opcode, operands=_operand_names(rest[:close]), attributes=rest[close + 1 :]
                 )
             )
-    return _Computation(name=name, is_entry=is_entry, types=types, instructions=tuple(instructions))
+    return _Computation(
+        name=name,
+        is_entry=is_entry,
+        types=types,
+        instructions=tuple(instructions),
+        definitions=definitions,
+        root=root,
+    )
 
 
 def _operation(opcode: str) -> str | None:
@@ -200,22 +217,66 @@ def _operand_names(text: str) -> tuple[str, ...]:
 def _executions(module: _Module) -> dict[str, float]:
     """Return the times that each computation runs in one execution of the program."""
     times = defaultdict[str, float](float)
+    by_name = {computation.name: computation for computation in module.computations}
     for computation in reversed(module.computations):  # the calling before the called
         if computation.is_entry:
             times[computation.name] = 1
         for instruction in computation.instructions:
             attributes = _QUOTED.sub("", instruction.attributes)
-            trips = _trip_count(instruction)
+            trips = _trip_count(instruction, computation, by_name)
             for called in _CALLED.findall(attributes):
                 for name in called.strip("{}").split(","):
                     times[name.strip().lstrip("%")] += times[computation.name] * trips
     return times
 
 
-def _trip_count(instruction: _Instruction) -> int:
+def _trip_count(instruction: _Instruction, caller: _Computation, by_name: Mapping[str, _Computation]) -> int:
     """Return the times that the computations of an instruction run: once, but for the body of a counted loop."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-    return int(known[1]) if known and instruction.opcode == "while" else 1
+    if instruction.opcode != "while":
+        return 1
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes):
+        return int(known[1])
+    condition, body = (
+        by_name.get(found[1]) if (found := re.search(rf"\b{word}=%?([\w.\-]+)", instruction.attributes)) else None
+        for word in ("condition", "body")
+    )
+    if condition is None or body is None or not (compared := _compared(condition)):
+        return 1
+    first = _elements(caller, instruction.operands[0], {})
+    second = _elements(body, body.root, first)
+    (start, bound), (after, still) = ([_number(condition, each, of) for each in compared] for of in (first, second))
+    if start is None or after is None or bound is None or bound != still or after <= start:
+        return 1
+    return max(-(-(bound - start) // (after - start)), 0)
+
+
+def _compared(condition: _Computation) -> tuple[str, ...]:
+    """Return the names of a counter and its bound where a loop runs while the one is less than the other."""
+    opcode, _, rest = condition.definitions.get(condition.root, "").partition("(")
+    return _operand_names(rest[: rest.index(")")]) if opcode == "compare" and "direction=LT" in rest else ()
+
+
+def _elements(computation: _Computation, name: str, carried: Mapping[int, int]) -> dict[int, int]:
+    """Return the whole numbers in a tuple, by place, as far as they can be told."""
+    opcode, _, rest = computation.definitions.get(name, "").partition("(")
+    names = _operand_names(rest[: _closing(rest, 0, depth=1)]) if opcode == "tuple" else ()
+    numbers = ((place, _number(computation, each, carried)) for place, each in enumerate(names))
+    return {place: number for place, number in numbers if number is not None}
+
+
+def _number(computation: _Computation, name: str, carried: Mapping[int, int]) -> int | None:
+    """Return a whole number that a loop counts with, given those that it carries; None if it cannot be told."""
+    opcode, _, rest = computation.definitions.get(name, "").partition("(")
+    if opcode == "constant":
+        return int(found[1]) if (found := re.match(r"(-?\d+)\)", rest)) else None
+    names = _operand_names(rest[: _closing(rest, 0, depth=1)])
+    if opcode == "get-tuple-element" and computation.definitions.get(names[0], "").startswith("parameter("):
+        return carried.get(int(found[1])) if (found := re.search(r"index=(\d+)", rest)) else None
+    if opcode not in _COUNTS_WITH:
+        return None
+    numbers = [_number(computation, each, carried) for each in names]
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
 def _collective(
@@ -291,6 +352,9 @@ def _longest_chain(pairs: Sequence[tuple[int, int]]) -> int:
 
 _Collective = TypeVar("_Collective", PlannedCollective, CompiledCollective)
 
+_SUMS = ("all-reduce", "reduce-scatter")
+_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
 TOLERANCE = 1e-6
 """Share of the bytes of a kind by which planned and compiled may differ: figures are sums of floats."""
 
@@ -308,16 +372,39 @@ class KindCheck:
     """Of the planned ones those that a compiler without barriers, such as XLA's for CPUs, merges with earlier ones."""
     moved_bytes: float
     """Of the planned ones the later rounds of those that the compiler runs once, in front of the loops around them."""
+    whole_bytes: float
+    """Of reduce-scatters those that XLA's TPU compiler makes all-reduces of, whose results it then takes parts of:
+    less for the one kind, more for the other."""
+    spared_bytes: float
+    """Of the planned ones what XLA's TPU compiler does not send: it adds up equal arrays first that are summed one by
+    one, and sends in bfloat16 what products round to that."""
     compiled_count: float
     compiled_bytes: float
 
     @property
     def holds(self) -> bool:
-        """True if the compiled bytes are the planned ones; repeated ones may be merged, others moved out of loops."""
+        """True if the compiled bytes are the planned ones.
+
+        Repeated ones may be merged, others moved out of loops, and on TPUs added up whole or spared.
+        """
+        planned_bytes = self.planned_bytes + self.whole_bytes
+        fewer = self.repeated_bytes + self.spared_bytes
         return any(
-            (planned - self.repeated_bytes) * (1 - TOLERANCE) <= self.compiled_bytes <= planned * (1 + TOLERANCE)
-            for planned in (self.planned_bytes, self.planned_bytes - self.moved_bytes)
+            (planned - fewer) * (1 - TOLERANCE) <= self.compiled_bytes <= planned * (1 + TOLERANCE)
+            for planned in (planned_bytes, planned_bytes - self.moved_bytes)
         )
+
+    @property
+    def verdict(self) -> str:
+        """How the compiled collectives are the planned ones, in words."""
+        if not self.holds:
+            return "DIFFERENT"
+        lacks_bytes = (self.planned_bytes + self.whole_bytes) * (1 - TOLERANCE) - self.compiled_bytes
+        if lacks_bytes <= 0:
+            return "added up whole" if self.whole_bytes else "equal"
+        if self.moved_bytes >= lacks_bytes:
+            return "moved out of loops"
+        return "repeated ones merged" if self.repeated_bytes >= lacks_bytes else "fewer or narrower"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,13 +425,10 @@ class CollectiveCheck:
         columns = ("kind", "devices", "planned", "compiled", "planned MB", "compiled MB", "")
         table = Table(*columns, title=title, box=box.SIMPLE_HEAD)
         for each in self.kinds:
-            lacks = each.planned_bytes * (1 - TOLERANCE) - each.compiled_bytes
-            spared = "moved out of loops" if each.moved_bytes >= lacks else "repeated ones merged"
-            verdict = "DIFFERENT" if not each.holds else "equal" if lacks <= 0 else spared
             counts = f"{each.planned_count:g}", f"{each.compiled_count:g}"
             megabytes = f"{each.planned_bytes / 1e6:.6g}", f"{each.compiled_bytes / 1e6:.6g}"
             among = str(each.group_size or "")
-            table.add_row(*(Text(cell) for cell in (each.kind, among, *counts, *megabytes, verdict)))
+            table.add_row(*(Text(cell) for cell in (each.kind, among, *counts, *megabytes, each.verdict)))
         return table
 
 
@@ -356,31 +440,29 @@ def check_collectives(
     target: str | None,
     compiled: Mapping[str, Any] | None = None,
 ) -> CollectiveCheck:
-    """Compile the program for these devices, or ahead of time for a GPU target, and compare.
+    """Compile the program for these devices, or ahead of time for a GPU or TPU that need not be here, and compare.
 
     `compiled` are its executables by name, where they have been compiled for these devices.
     """
     if target is not None:
-        devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
+        devices = target_devices(plan, target)
     assert devices is not None
     runs = Counter(i.executable for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
     measured: list[CompiledCollective] = []
     peak_bytes = 0.0
     for executable in program.executables.values():
         if compiled is None:
-            made = lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices)).compile(
-                options_for(target)
-            )
+            lowered = lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices))
+            made = compile_for(target, lowered, executable.name)
         else:
             made = compiled[executable.name]
         peak_bytes = max(peak_bytes, _peak(made))
         measured += [
             replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(made.as_text())
         ]
-    on_cpu = target is None and devices[0].platform == "cpu"
     return CollectiveCheck(
         compiler=target or str(devices[0].device_kind),
-        kinds=tuple(_compare(plan.planned_collectives, measured, on_cpu=on_cpu)),
+        kinds=tuple(_compare(plan.planned_collectives, measured, platform=devices[0].platform)),
         planned_peak_bytes=0.0 if plan.sharding is None else plan.sharding.peak_bytes,
         compiled_peak_bytes=peak_bytes,
     )
@@ -400,9 +482,28 @@ def executable_mesh(plan: MeshPlan, devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.axis_names))
 
 
-def options_for(target: str | None) -> dict[str, Any] | None:
-    """Return the options to compile with for a GPU target: what would have to be tried on a GPU is left out."""
-    return {"xla_gpu_enable_triton_gemm": False} if target is not None else None
+def target_devices(plan: Plan, target: str) -> tuple[Any, ...]:
+    """Return the devices to compile a plan for that need not be here; raises what `aot_devices` does."""
+    return aot_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
+
+
+def compile_for(target: str | None, lowered: Any, name: str) -> Any:
+    """Compile an executable for devices that are here, or for a target; raise `Unsupported` if its compiler does not.
+
+    On GPUs what would have to be tried on one is left out.
+    """
+    if target is None:
+        return lowered.compile()
+    try:
+        return lowered.compile({"xla_gpu_enable_triton_gemm": False} if is_gpu(target) else None)
+    except jax.errors.JaxRuntimeError as error:
+        todo = "Plan for another number of devices, or verify for another target."
+        if "ptxas" in str(error):
+            todo = (
+                "The ptxas of CUDA 13 knows no GPU before Turing: install that of CUDA 12 (nvidia-cuda-nvcc-cu12), and "
+                "put its folder in front of PATH."
+            )
+        raise Unsupported(f"XLA's compiler for {target} does not compile {name}: {error} {todo}") from error
 
 
 def lowered_executable(executable: Executable, mesh: Mesh) -> Any:
@@ -422,14 +523,16 @@ def lowered_executable(executable: Executable, mesh: Mesh) -> Any:
 
 
 def _compare(
-    planned: Sequence[PlannedCollective], compiled: Sequence[CompiledCollective], *, on_cpu: bool
+    planned: Sequence[PlannedCollective], compiled: Sequence[CompiledCollective], *, platform: str
 ) -> list[KindCheck]:
+    on_cpu, on_tpu = platform == "cpu", platform == "tpu"
     planned_by, compiled_by = _by_kind(planned), _by_kind(compiled)
+    whole_bytes = _whole_bytes(planned_by, compiled_by) if on_tpu else {}
     checks: list[KindCheck] = []
     for kind, group_size in sorted({**planned_by, **compiled_by}, key=lambda each: (KINDS.index(each[0]), each[1])):
         mine, theirs = planned_by.get((kind, group_size), []), compiled_by.get((kind, group_size), [])
         # GPUs' compiler keeps apart what is done again, as planned: nothing may lack there.
-        repeated = [each for each in mine if each.repeated and on_cpu]
+        repeated = [each for each in mine if each.repeated and (on_cpu or on_tpu)]
         checks.append(
             KindCheck(
                 kind=kind,
@@ -438,8 +541,10 @@ def _compare(
                 planned_bytes=sum(_bytes(each, on_cpu) for each in mine),
                 repeated_bytes=sum(_bytes(each, on_cpu) for each in repeated),
                 moved_bytes=_moved_bytes(mine, theirs, on_cpu=on_cpu),
+                whole_bytes=whole_bytes.get((kind, group_size), 0.0),
+                spared_bytes=_spared_bytes(kind, mine, theirs) if on_tpu else 0.0,
                 compiled_count=sum(each.count * len(each.operands) for each in theirs),
-                compiled_bytes=sum(each.count * each.nbytes for each in theirs),
+                compiled_bytes=sum(map(_run_bytes, theirs)),
             )
         )
     return checks
@@ -459,6 +564,48 @@ def _bytes(each: PlannedCollective, on_cpu: bool) -> float:
 def _bytes_of_run(each: PlannedCollective, on_cpu: bool) -> float:
     """XLA's CPU compiler runs collectives of bfloat16 in float32."""
     return each.nbytes * (2 if on_cpu and each.dtype == "bfloat16" else 1)
+
+
+def _whole_bytes(
+    planned: Mapping[tuple[str, int], Sequence[PlannedCollective]],
+    compiled: Mapping[tuple[str, int], Sequence[CompiledCollective]],
+) -> dict[tuple[str, int], float]:
+    """Return the bytes of reduce-scatters that were compiled as all-reduces of the same, as `KindCheck` has them."""
+    whole: dict[tuple[str, int], float] = {}
+    for kind, size in planned:
+        if kind != "reduce-scatter":
+            continue
+        scattered, reduced = (kind, size), ("all-reduce", size)
+        lacks_bytes, extra_bytes = (
+            sign
+            * (sum(_bytes(x, False) for x in planned.get(key, [])) - sum(_run_bytes(x) for x in compiled.get(key, [])))
+            for sign, key in ((1, scattered), (-1, reduced))
+        )
+        if (moved := min(lacks_bytes, extra_bytes)) > 0:
+            whole |= {scattered: -moved, reduced: moved}
+    return whole
+
+
+def _spared_bytes(kind: str, planned: Sequence[PlannedCollective], compiled: Sequence[CompiledCollective]) -> float:
+    """Return the bytes of planned collectives that XLA's TPU compiler does not send, as `KindCheck` has them."""
+    wanted, found = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for each in planned:
+        wanted[each.dtype, round(each.nbytes)] += round(each.times)
+    for each in compiled:
+        for dtype, nbytes in zip(each.dtypes, each.operands, strict=True):
+            found[_DTYPES.get(dtype, dtype), round(nbytes)] += round(each.count)
+    lacking, more = wanted - found, found - wanted
+    if kind in _SUMS:
+        return float(sum(nbytes * count for (dtype, nbytes), count in lacking.items() if found[dtype, nbytes]))
+    return sum(
+        nbytes / 2 * min(count, more["bfloat16", nbytes // 2])
+        for (dtype, nbytes), count in lacking.items()
+        if dtype == "float32"
+    )
+
+
+def _run_bytes(each: CompiledCollective) -> float:
+    return each.count * each.nbytes
 
 
 def _moved_bytes(

@@ -2,7 +2,7 @@
 
     Plan, Program, devices  ->  ExecutableReport, ...      one for each executable
 
-Each is compiled by itself, for the devices here or ahead of time for a GPU that need not be there.
+Each is compiled by itself, for the devices here or ahead of time for GPUs or TPUs that need not be there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.analysis.compiled_collectives import executable_mesh, lowered_executable, options_for
+from autopar.compiler.analysis.compiled_collectives import (
+    compile_for,
+    executable_mesh,
+    lowered_executable,
+    target_devices,
+)
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 
@@ -41,14 +45,14 @@ class ExecutableReport:
 def inspect_executables(
     plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None
 ) -> tuple[ExecutableReport, ...]:
-    """Compile every executable for these devices, or for a GPU target, and return what comes of it."""
+    """Compile every executable for these devices, or for those of a target, and return what comes of it."""
     if target is not None:
-        devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
+        devices = target_devices(plan, target)
     assert devices is not None
     reports: list[ExecutableReport] = []
     for executable in program.executables.values():
         lowered = lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices))
-        compiled = lowered.compile(options_for(target))
+        compiled = compile_for(target, lowered, executable.name)
         memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
         reports.append(
             ExecutableReport(

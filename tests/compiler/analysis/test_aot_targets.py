@@ -15,26 +15,41 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.analysis.aot_targets import aot_devices, gpu_devices, gpu_targets, tpu_devices
-from autopar.compiler.analysis.compiled_collectives import compiled_collectives
-from autopar.errors import InvalidArgument
+import autopar
+from autopar.compiler.analysis import aot_targets
+from autopar.compiler.analysis.aot_targets import aot_devices, gpu_targets, tpu_targets
+from autopar.compiler.analysis.compiled_collectives import compile_for, compiled_collectives
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
+from benchmarks.models import MODELS
 
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
     importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
 )
 TPU_INSTALLED = importlib.util.find_spec("libtpu") is not None
+needs_tpu_compiler = pytest.mark.skipif(not TPU_INSTALLED, reason="XLA's TPU compiler: pip install 'autopar[tpu-aot]'")
 needs_compiler = pytest.mark.skipif(not INSTALLED, reason="XLA's GPU compiler: pip install 'autopar[gpu-aot]'")
 
 
 def test_targets_are_listed_by_name():
-    assert gpu_targets() == ("a100", "b200", "b300", "gb200", "gb300", "h100", "h200")
+    assert set(gpu_targets()) >= {"a100", "a6000", "b200", "gb300", "h100", "l40s", "p100", "t4", "v100"}
+    assert tpu_targets() == ("tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu7x")
 
 
 @pytest.mark.parametrize(
     ("target", "machine"),
     [
         ("a100", "dgx-a100-80"),
+        ("a100-40", "p4d.24xlarge"),
+        ("a10g", "g5.48xlarge"),
+        ("gh200", "gh200-4"),
+        ("l4", "g6.48xlarge"),
+        ("l40s", "g6e.48xlarge"),
+        ("p100", "nc24s-v2"),
+        ("rtx-4090", "rtx-4090"),
+        ("t4", "g4dn.12xlarge"),
+        ("v100", "p3.16xlarge"),
+        ("v100-32", "p3dn.24xlarge"),
         ("b200", "dgx-b200"),
         ("b300", "dgx-b300"),
         ("gb200", "gb200-nvl72"),
@@ -48,56 +63,71 @@ def test_compiler_and_planner_know_the_same_device(target, machine):
     figures = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
     planner = Machine.named(machine)
     assert figures["device_memory_size"] == pytest.approx(planner.memory_bytes, rel=0.08)
-    assert 0.8 * figures["memory_bandwidth"] < planner.memory_bandwidth < figures["memory_bandwidth"]
+    assert 0.7 * figures["memory_bandwidth"] < planner.memory_bandwidth < figures["memory_bandwidth"]
 
 
-def test_unknown_target_is_an_error_that_names_the_known_ones():
-    with pytest.raises(
-        InvalidArgument, match=r"'v100' are not known; those of a100, b200, .*h200 are. Did you mean .*'h100'"
-    ):
-        gpu_devices("v100", 8)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("h10", "'h100'"),
+        ("H200", "'h200'"),
+        ("tpu_v5p", "'tpu-v5p'"),
+        ("tpu-v7x", "'tpu7x'"),
+        ("v6e", "'tpu-v6e'"),
+        ("mi300", "'mi300[ax]'"),
+        ("rtx4090", "'rtx-4090'"),
+    ],
+)
+def test_unknown_target_is_an_error_that_names_the_closest_of_all_targets(name, meant):
+    known = r"Choose a GPU \(a100, .*v100.*\) or a TPU \(tpu-v5e, .*tpu7x\)"
+    with pytest.raises(InvalidArgument, match=rf"no target '{name}' to compile for. Did you mean {meant}.*{known}"):
+        aot_devices(name, 8)
 
 
-@pytest.mark.parametrize("number", [-8, 0, 9, 12])
-def test_hosts_must_be_full(number):
-    with pytest.raises(InvalidArgument, match=rf"{number} devices were asked for; a host has 8, .* a multiple of 8"):
-        gpu_devices("h100", number)
+@pytest.mark.parametrize("name", ["mi200", "mi250", "mi300x", "mi355x"])
+def test_amd_gpus_are_an_error_that_says_what_they_need(name):
+    with pytest.raises(InvalidArgument, match=rf"'{name}' is an AMD GPU. .*plug-in for ROCm .*Verify on a host"):
+        aot_devices(name, 8)
 
 
-def test_unknown_tpu_is_an_error_that_names_the_known_ones():
-    with pytest.raises(InvalidArgument, match=r"'tpu-v6' is not known; tpu-v5e, tpu-v5p, tpu-v6e are. Did you mean"):
-        tpu_devices("tpu-v6", 8)
-
-
-@pytest.mark.parametrize("number", [0, 2, 12])
-def test_slices_of_tpus_have_powers_of_two(number):
-    with pytest.raises(InvalidArgument, match=rf"{number} TPUs were asked for; a slice has 4, 8, .* Ask for one"):
-        aot_devices("tpu-v5p", number)
+@pytest.mark.parametrize("number", [-8, 0, 1.5])
+@pytest.mark.parametrize("target", ["h100", "tpu-v5p"])
+def test_there_must_be_a_device(target, number):
+    with pytest.raises(InvalidArgument, match=rf"number of devices to compile for is {number}"):
+        aot_devices(target, number)
 
 
 @pytest.mark.skipif(TPU_INSTALLED, reason="XLA's TPU compiler is installed")
 def test_missing_tpu_compiler_is_an_error_that_says_how_to_install_it():
-    with pytest.raises(InvalidArgument, match=r"does not start: .* `pip install 'autopar\[tpu-aot\]'`"):
+    with pytest.raises(InvalidArgument, match=r"libtpu, is not installed; .* `pip install 'autopar\[tpu-aot\]'`"):
         aot_devices("tpu-v5p", 8)
 
 
-@pytest.mark.skipif(not TPU_INSTALLED, reason="XLA's TPU compiler: pip install 'autopar[tpu-aot]'")
-@pytest.mark.parametrize(("target", "corner"), [("tpu-v5p", [1, 1, 1]), ("tpu-v6e", [1, 3, 0])])
+@needs_tpu_compiler
+@pytest.mark.parametrize(("target", "corner"), [("tpu-v5p", [1, 1, 1]), ("tpu-v6e", [1, 3, 0]), ("tpu7x", [1, 1, 0])])
 def test_slices_of_tpus_are_nearly_cubes_or_squares(target, corner):
     devices = aot_devices(target, 8)
     assert len(devices) == 8
     assert devices[-1].coords == corner
+    assert aot_devices(target, 6) == devices[:6]
+
+
+@needs_tpu_compiler
+def test_tpus_that_the_installed_compiler_does_not_know_are_an_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(aot_targets._TPUS, "tpu-v99", ("v99", 3, 1))
+    with pytest.raises(InvalidArgument, match=r"libtpu [\d.]+, does not make the slice v99:2x2x1: .*--upgrade"):
+        aot_devices("tpu-v99", 4)
 
 
 @pytest.mark.skipif(INSTALLED, reason="XLA's GPU compiler is installed")
 def test_missing_compiler_is_an_error_that_says_how_to_install_it():
     with pytest.raises(InvalidArgument, match=r"not installed; .* `pip install 'autopar\[gpu-aot\]'`"):
-        gpu_devices("h100", 8)
+        aot_devices("h100", 8)
 
 
 def compiled_product(num_devices: int, batch: int):
     """x [batch, 4096] w [4096, 1024], the summed dimension split over y and the result over both axes."""
-    mesh = Mesh(np.reshape(gpu_devices("h100", num_devices), (-1, 4)), ("x", "y"))
+    mesh = Mesh(np.reshape(aot_devices("h100", num_devices), (-1, 4)), ("x", "y"))
 
     def argument(shape, spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -120,11 +150,7 @@ def test_product_over_a_split_dimension_ends_in_a_reduce_scatter(num_devices):
     assert memory.temp_size_in_bytes >= collective.nbytes
 
 
-@needs_compiler
-@pytest.mark.parametrize("target", gpu_targets())
-def test_every_target_compiles_loops_and_asynchronous_collectives(target):
-    mesh = Mesh(np.reshape(gpu_devices(target, 8), (2, 4)), ("x", "y"))
-
+def layers_and_collectives(mesh: Mesh):
     def local(x, weights):
         def layer(h, w):
             return jnp.tanh(h @ lax.all_gather(w, "y", tiled=True)), None
@@ -135,8 +161,20 @@ def test_every_target_compiles_loops_and_asynchronous_collectives(target):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P("x"), P(None, "y")), out_specs=(P(("x", "y")), P()), check_vma=False
     )
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 128), (6, 128, 128))]
-    compiled = jax.jit(step).lower(*shapes).compile()
+    return jax.jit(step).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 128), (6, 128, 128))))
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", gpu_targets())
+def test_every_target_compiles_loops_and_asynchronous_collectives(target):
+    mesh = Mesh(np.reshape(aot_devices(target, 8), (2, 4)), ("x", "y"))
+
+    try:
+        compiled = compile_for(target, layers_and_collectives(mesh), "layers")
+    except Unsupported as error:  # A newer ptxas leaves out the oldest GPUs.
+        assert target in ("p100", "v100", "v100-32")
+        assert re.search(rf"for {target} does not compile layers: .*ptxas too old.*nvidia-cuda-nvcc-cu12", str(error))
+        return
     assert "-start(" in compiled.as_text()
     # 32 rows of 128 numbers on each device, and 128 x 128 weights in every layer.
     assert sorted((c.kind, c.group_size, c.nbytes, c.count) for c in compiled_collectives(compiled.as_text())) == [
@@ -147,17 +185,37 @@ def test_every_target_compiles_loops_and_asynchronous_collectives(target):
     ]
 
 
+@needs_tpu_compiler
+@pytest.mark.parametrize("target", tpu_targets())
+def test_every_tpu_counts_the_rounds_of_a_loop(target):
+    mesh = Mesh(np.reshape(aot_devices(target, 8), (2, 4)), ("x", "y"))
+    found = compiled_collectives(compile_for(target, layers_and_collectives(mesh), "layers").as_text())
+    assert ("all-gather", 4, 6) in [(c.kind, c.group_size, c.count) for c in found]
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("target", tpu_targets())
+def test_plans_are_verified_for_tpus_that_are_not_here(target):
+    model = MODELS["gpt"](layers=2, width=64, heads=4, vocabulary=128, length=16, batch=16, dtype=jnp.bfloat16)
+    method = autopar.Zero(mesh_shape=(2, 4), stage=3, memory="off")
+    step = autopar.parallelize(model.step, method=method, cluster=autopar.Cluster.parse("2x tpu-v5p"))
+    report = step.trace(model.abstract_state, model.abstract_batch).plan().verify(target=target)
+    assert report, str(report)
+    assert f"compiled for {target}" in str(report)
+    assert sum(kind.compiled_bytes for kind in report.collectives.kinds) > 0
+
+
 @needs_compiler
 def test_equal_requests_give_the_same_devices():
-    assert gpu_devices("h100", 8) is gpu_devices("h100", 8)
-    assert [device.process_index for device in gpu_devices("h100", 16)] == [0] * 8 + [1] * 8
+    assert aot_devices("h100", 8) is aot_devices("h100", 8)
+    assert [device.process_index for device in aot_devices("h100", 12)] == [0] * 8 + [1] * 4
 
 
 PROGRAM = """
 import jax
 {before}
-from autopar.compiler.analysis.aot_targets import gpu_devices
-devices = gpu_devices("h100", 2)
+from autopar.compiler.analysis.aot_targets import aot_devices
+devices = aot_devices("h100", 2)
 sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x",)), jax.sharding.PartitionSpec("x"))
 argument = jax.ShapeDtypeStruct((8, 8), "float32", sharding=sharding)
 print(jax.jit(lambda x: x @ x).lower(argument).compile().memory_analysis().argument_size_in_bytes)

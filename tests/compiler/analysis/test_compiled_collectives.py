@@ -293,6 +293,57 @@ def test_operands_with_types_and_names_without_percent_are_read_too():
     assert figures_of(bare) == [("all-reduce", 4, 256, 1)]
 
 
+# What XLA prints for TPUs: not how often a loop runs, but what it counts.
+COUNTED = """HloModule step, num_partitions=4
+
+%body (p: (s32[], f32[8,8], s32[])) -> (s32[], f32[8,8], s32[]) {{
+  %p = (s32[]{{:T(128)}}, f32[8,8]{{1,0}}, s32[]) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%p), index=0
+  %moved = s32[]{{:T(128)S(6)}} copy(%i), backend_config={{"flag_configs":[]}}
+  %n = s32[] get-tuple-element(%p), index=2
+  %one = s32[] constant({step})
+  %next = s32[] add(%moved, %one), metadata={{op_name="while/body/add"}}
+  %x = f32[8,8]{{1,0}} get-tuple-element(%p), index=1
+  %sum = f32[8,8]{{1,0}} all-reduce(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%add
+  ROOT %out = (s32[], f32[8,8]{{1,0}}, s32[]) tuple(%next, %sum, %n)
+}}
+
+%test (q: (s32[], f32[8,8], s32[])) -> pred[] {{
+  %q = (s32[], f32[8,8]{{1,0}}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %m = s32[] get-tuple-element(%q), index=2
+  ROOT %less = pred[] compare(%j, %m), direction={direction}
+}}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %zero = s32[] constant({start})
+  %bound = s32[] {bound}
+  %all = (s32[], f32[8,8]{{1,0}}, s32[]) tuple(%zero, %x, %bound)
+  %loop = (s32[], f32[8,8]{{1,0}}, s32[]) while(%all), condition=%test, body=%body
+  ROOT %r = f32[8,8]{{1,0}} get-tuple-element(%loop), index=1
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "bound", "direction", "rounds"),
+    [
+        (0, 1, "constant(6)", "LT", 6),
+        (1, 2, "constant(6)", "LT", 3),
+        (6, 1, "constant(6)", "LT", 0),
+        (0, 1, "constant(6)", "NE", 1),
+        (0, 0, "constant(6)", "LT", 1),
+        (0, 1, "get-dimension-size(%x), dimensions={0}", "LT", 1),
+    ],
+)
+def test_rounds_of_a_loop_follow_from_its_counter_or_are_one_where_it_does_not_tell(
+    start, step, bound, direction, rounds
+):
+    text = COUNTED.format(start=start, step=step, bound=bound, direction=direction)
+    assert figures_of(text) == ([("all-reduce", 4, 256, rounds)] if rounds else [])
+
+
 def test_computation_that_nothing_calls_does_not_count():
     unused = "%unused (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n  %s = f32[8] all-reduce(%p)\n}\n\n"
     assert figures_of(module_text().replace("ENTRY", f"{unused}ENTRY")) == []

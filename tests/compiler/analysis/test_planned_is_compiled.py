@@ -84,10 +84,35 @@ def test_compiled_bytes_may_lack_only_what_was_planned_to_be_repeated_and_what_m
         planned_bytes=1000,
         repeated_bytes=repeated,
         moved_bytes=moved,
+        whole_bytes=0,
+        spared_bytes=0,
         compiled_count=1,
         compiled_bytes=compiled,
     )
     assert check.holds == holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled", "whole", "spared", "verdict"),
+    [("reduce-scatter", 400, -600, 0, "added up whole"), ("all-reduce", 1600, 600, 0, "added up whole"),
+     ("all-reduce", 1700, 600, 0, "DIFFERENT"), ("reduce-scatter", 1000, -600, 0, "DIFFERENT"),
+     ("all-gather", 500, 0, 500, "fewer or narrower"), ("all-gather", 400, 0, 500, "DIFFERENT"),
+     ("reduce-scatter", 300, -600, 100, "fewer or narrower"), ("all-gather", 1000, 0, 0, "equal")],
+)  # fmt: skip
+def test_tpus_add_up_whole_and_spare_only_what_was_found_so(kind, compiled, whole, spared, verdict):
+    check = KindCheck(
+        kind=kind,
+        group_size=8,
+        planned_count=1,
+        planned_bytes=1000,
+        repeated_bytes=0,
+        moved_bytes=0,
+        whole_bytes=whole,
+        spared_bytes=spared,
+        compiled_count=1,
+        compiled_bytes=compiled,
+    )
+    assert check.verdict == verdict
 
 
 def test_what_a_loop_does_to_the_same_in_every_round_may_be_compiled_in_front_of_it_and_nothing_else_may_lack():

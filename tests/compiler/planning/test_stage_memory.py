@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.aot_targets import aot_devices
 from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.sharded_plan import shard_candidate
@@ -134,7 +134,7 @@ def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled(targ
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=hosts, method=method)
     planned_step = step.trace(workload.abstract_state, workload.abstract_batch).plan()
     lowered = planned_step.lower()
-    devices = np.array(gpu_devices(target, 8))
+    devices = np.array(aot_devices(target, 8))
     for name, executable in lowered.program.executables.items():
         mesh = planned_step.plan.meshes[executable.mesh]
         if not name.startswith("backward"):
