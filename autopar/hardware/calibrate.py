@@ -32,7 +32,8 @@ _OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "executio
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "convolution_share", "batched_share", "reducing_share",
     "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
-    "widens_bfloat16", "scatters_sums", "masks_ragged_products", "combined_bytes", "host_bandwidth",
+    "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
+    "host_bandwidth",
     "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -121,6 +122,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         widens_bfloat16=base.widens_bfloat16,
         scatters_sums=base.scatters_sums,
         masks_ragged_products=base.masks_ragged_products,
+        transposes_kernels=base.transposes_kernels,
         combined_bytes=base.combined_bytes,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         execution_s=statistics.median(between_s) if between_s else base.execution_s,

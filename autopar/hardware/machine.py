@@ -123,7 +123,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
-    *("scatters_sums", "masks_ragged_products"),
+    *("scatters_sums", "masks_ragged_products", "transposes_kernels"),
 )
 """What is said of the compiler for a machine."""
 _MAY_BE_LEFT_OUT = (
@@ -203,6 +203,9 @@ class Machine:
     part, and computes nothing meanwhile."""
     masks_ragged_products: bool = False
     """XLA computes a product in ragged groups as one in which every group meets all rows, those of others as zeros."""
+    transposes_kernels: bool = False
+    """XLA has libraries compute convolutions, which read kernels with the output channels first, and write gradients
+    of kernels so: those that are written with space first are copied."""
     combined_bytes: float = 30 * 2.0**20
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
     dispatch_s: float = 1e-4

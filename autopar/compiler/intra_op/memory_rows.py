@@ -161,7 +161,10 @@ class _Terms:
         while at is not None:
             terms.constant += at.program.workspace(at.time)
             for form, origin in _kept(at, forms):
-                mine, theirs = forms.nodes.get(form), None if origin is None else forms.nodes.get(origin)
+                mine, theirs = (
+                    forms.nodes.get(form._replace(copied=False)),
+                    None if origin is None else forms.nodes.get(origin),
+                )
                 wider = at.program.nbytes[form] / value_bytes(form.value, mesh)
                 if origin is None and mine is not None:
                     terms.add(form.value.variable.aval, mine, mesh, wider)

@@ -56,7 +56,7 @@ class MemoryProgram:
         found = order_ops(
             self.ops,
             self.nbytes,
-            [*self._replaced()],
+            [*replaced(self.inputs, self.outputs, self.border)],
             for_latency=machine.schedules_for_latency,
             for_memory=machine.schedules_for_memory,
             scatters_sums=machine.scatters_sums,
@@ -66,13 +66,6 @@ class MemoryProgram:
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]
         return replace(self, ops=found.ops, inner=inner, actions=actions, deferred=found.deferred)
-
-    def _replaced(self) -> Iterator[tuple[Key, Key]]:
-        """Yield the results that take the places of inputs, with these."""
-        for number, source in self.border.taken.items():
-            output, old = self.outputs[number], self.inputs[source]
-            if output is not None and old is not None:
-                yield output, old
 
     @cached_property
     def lives(self) -> Lifetimes:
@@ -157,6 +150,14 @@ def alive(moment: Moment) -> list[Key]:
     """Return the arrays in memory at a moment, without inputs and what is inside."""
     lives = moment.program.lives.whole
     return [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
+
+
+def replaced(inputs: Sequence[Key | None], outputs: Sequence[Key | None], border: Border) -> Iterator[tuple[Key, Key]]:
+    """Yield the results that take the places of inputs, with these."""
+    for number, source in border.taken.items():
+        output, old = outputs[number], inputs[source]
+        if output is not None and old is not None:
+            yield output, old
 
 
 def border_of_body(eqn: jc.JaxprEqn, number: int, num_inputs: int, num_outputs: int) -> Border:

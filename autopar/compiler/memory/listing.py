@@ -9,7 +9,7 @@ is around them, behind a barrier that holds back their operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from autopar.compiler.memory.allocation import (
     MemoryProgram,
     border_of_body,
     joins_late,
+    replaced,
     stacked_from,
     taken_places,
 )
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
+from autopar.compiler.memory.transposed import reads_transposed, transposing_updates, without_places, writes_transposed
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
@@ -43,6 +45,8 @@ class BlockValue(NamedTuple):
 
     block: LocalBlock
     value: Value
+    copied: bool = False
+    """True of a copy that the compiler makes of it, in other memory or in another order of its dimensions."""
 
 
 def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], machine: Machine) -> MemoryProgram:
@@ -79,10 +83,12 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.widen()
     if mesh_costs.machine.fuses_products:
         lister.keep()
+    inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
+    lister.hold([*replaced(inputs, outputs, border)])
     return MemoryProgram(
         ops=lister.ops,
-        inputs=[lister.key(v) for v in block.inputs],
-        outputs=[lister.key(v) for v in block.outputs],
+        inputs=inputs,
+        outputs=outputs,
         nbytes=lister.nbytes,
         inner=lister.inner,
         border=border,
@@ -103,6 +109,10 @@ class _Lister:
     """By operand of a region in line, or result of one, the value that it is outside or inside."""
     keys: dict[int, BlockValue | None] = field(default_factory=dict[int, BlockValue | None])
     """By the identity of a value of the block, its `key`."""
+    sources: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    """By value that is another one reversed, or a form in the same layout, that one."""
+    transposed: set[Hashable] = field(default_factory=set[Hashable])
+    """What libraries write in another order of dimensions, of regions in line too."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -203,6 +213,7 @@ class _Lister:
             actions=self.actions,
             inner=self.inner,
             nbytes=self.nbytes,
+            transposed=self.transposed,
             names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
         )
         region.run()
@@ -218,8 +229,61 @@ class _Lister:
             )
         for value in (action.result,) if isinstance(action, Reshard) else action.results:
             self.note(value)
+        if self.machine.transposes_kernels:
+            self._note_source(action)
+            self._transpose_kernel(action)
         self.ops.append(self._op(action))
         self.actions.append(action)
+
+    def _note_source(self, action: Action) -> None:
+        match action:
+            case Reshard(operand=Value() as operand, result=result) if action.source == result.layout:
+                self.sources[result] = self.sources.get(operand, operand)
+            case Evaluate(eqn=eqn, operands=(Value() as operand,), results=(result,)) if eqn.primitive.name == "rev":
+                self.sources[result] = self.sources.get(operand, operand)
+            case _:
+                pass
+
+    def _transpose_kernel(self, action: Action) -> None:
+        """Copy the kernel of a convolution into the order in which libraries read it, once for all that read it."""
+        if not isinstance(action, Evaluate):
+            return
+        if writes_transposed(action.eqn):
+            self.transposed.update(self._keys(*action.results))
+        copy = self._transposed_kernel(action)
+        if copy is not None and copy not in self.nbytes:
+            self.nbytes[copy] = value_bytes(copy.value, self.mesh)
+            self.ops.append(Op("fused", self._keys(copy.value), (copy,)))
+            self.actions.append(action)
+
+    def _transposed_kernel(self, action: Evaluate) -> BlockValue | None:
+        """Return the copy that a convolution reads of its kernel, if it does; libraries reverse a kernel themselves."""
+        if not (self.machine.transposes_kernels and reads_transposed(action.eqn)):
+            return None
+        kernel = action.operands[1]
+        if not isinstance(kernel, Value) or self.key(kernel) is None:
+            return None
+        return BlockValue(self.block, self.sources.get(kernel, kernel), copied=True)
+
+    def hold(self, replaced: Sequence[tuple[Hashable, Hashable]]) -> None:
+        """Copy state that an update reads beside what it transposes, as soon as the program begins."""
+        found = transposing_updates(self.ops, replaced, self.transposed)
+        found = {key: numbers for key, numbers in found.items() if key._replace(copied=True) not in self.nbytes}
+        updated = {
+            key: min(n for n in numbers if not self.transposed.isdisjoint(self.ops[n].reads))
+            for key, numbers in found.items()
+        }
+        held = without_places(updated, self.nbytes)
+        for key in held:
+            copy = key._replace(copied=True)
+            self.nbytes[copy] = self.nbytes[key]
+            for number in found[key]:
+                op = self.ops[number]
+                self.ops[number] = op._replace(reads=tuple(copy if each == key else each for each in op.reads))
+        copies = [Op("apart", (key,), (key._replace(copied=True),), early=(key._replace(copied=True),)) for key in held]
+        actions = [self.actions[max(found[key])] for key in held]
+        self.ops[:0], self.actions[:0] = copies, actions
+        self.inner = {number + len(held): programs for number, programs in self.inner.items()}
 
     def _op(self, action: Action) -> Op:
         match action:
@@ -237,6 +301,8 @@ class _Lister:
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)
+                if (copy := self._transposed_kernel(action)) is not None:
+                    reads = (*self._keys(action.operands[0]), copy)
                 own = own_collectives(eqn, strategy, self.mesh) if eqn.primitive.name == COMPRESSED_SUM else ()
                 exchanged = [each.nbytes for each, _ in own]
                 return Op(
@@ -258,7 +324,7 @@ class _Lister:
                     self._keys(*action.results),
                     over=writes_over(eqn),
                     late=joins_late(eqn),
-                    stacks=self._keys(*action.results[stacked_from(eqn) :]),
+                    early=self._keys(*action.results[stacked_from(eqn) :]),
                     seconds=math.inf,
                 )
 

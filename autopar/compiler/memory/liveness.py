@@ -57,8 +57,8 @@ class Op(NamedTuple):
     """Its results are there only when it is done: until then they count among what it needs inside."""
     collective: str = ""
     """Its kind, if it is one."""
-    stacks: tuple[Key, ...] = ()
-    """The results that a loop writes piece by piece."""
+    early: tuple[Key, ...] = ()
+    """The results that take memory as soon as the program begins, as what a loop writes piece by piece."""
     workspace: float = 0.0
     """Bytes that it needs while it runs, besides operands and results."""
     seconds: float = 0.0
@@ -204,7 +204,7 @@ class _Program:
                 self._read(place, time)
         for key in kept:
             # Zeros that a loop writes pieces over need nothing: the compiler makes them as soon as a program begins.
-            start = min(time, _BEGIN) if key in op.stacks else time + op.late
+            start = min(time, _BEGIN) if key in op.early else time + op.late
             if op.kind == "fused" and not sources:
                 # What comes from nothing can wait until an op apart wants it.
                 start = min((t for t in self.readers.get(key, ()) if self._is_apart(t)), default=time)

@@ -226,7 +226,7 @@ def _large(
     for number in range(len(ops) - 1, -1, -1):
         op = ops[number]
         turn = turns.get(number, sums.get(number))
-        waits = not leads[number] and not op.stacks and not op.late
+        waits = not leads[number] and not op.early and not op.late
         if _is_heavy(op) and waits and (op.over or _made(op, nbytes) > 0):
             found[number] = len(ops) + (len(groups) + number if turn is None else turn)
         for other in before[number]:
@@ -253,7 +253,7 @@ def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool
     waiting = [
         n
         for n, op in enumerate(ops)
-        if (_is_heavy(op) or (op.kind == "reduction" and op.results)) and not op.stacks and not op.late and not leads[n]
+        if (_is_heavy(op) or (op.kind == "reduction" and op.results)) and not op.early and not op.late and not leads[n]
     ]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]

@@ -96,6 +96,6 @@ def test_a_form_is_wanted_within_the_life_of_its_array():
 
 
 def test_what_a_loop_writes_piece_by_piece_is_there_from_the_beginning():
-    loop = Op("apart", ("b",), ("c", "d"), over=True, stacks=("d",))
+    loop = Op("apart", ("b",), ("c", "d"), over=True, early=("d",))
     ops = [Op("view", ("y",), ("z",)), PRODUCT, Op("apart", ("a",), ("b",)), loop]
     assert spans(ops, inputs="xwy", outputs="cd") == {"a": (1, 3), "b": (2, 3), "c": (3, 5), "d": (1, 5)}
