@@ -162,7 +162,7 @@ class _Terms:
             terms.constant += at.program.workspace(at.time)
             for form, origin in _kept(at, forms):
                 mine, theirs = (
-                    forms.nodes.get(form._replace(copied=False)),
+                    forms.nodes.get(form._replace(twin=False)),
                     None if origin is None else forms.nodes.get(origin),
                 )
                 wider = at.program.nbytes[form] / value_bytes(form.value, mesh)

@@ -9,7 +9,7 @@ is around them, behind a barrier that holds back their operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +31,14 @@ from autopar.compiler.memory.allocation import (
     taken_places,
 )
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
-from autopar.compiler.memory.transposed import reads_transposed, transposing_updates, without_places, writes_transposed
+from autopar.compiler.memory.twins import (
+    ADDED_TO_ZEROS,
+    reads_transposed,
+    rectifies,
+    transposing_updates,
+    without_places,
+    writes_transposed,
+)
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
@@ -45,8 +52,9 @@ class BlockValue(NamedTuple):
 
     block: LocalBlock
     value: Value
-    copied: bool = False
-    """True of a copy that the compiler makes of it, in other memory or in another order of its dimensions."""
+    twin: bool = False
+    """True of an array of its size that the compiler makes beside it: a copy in other memory or another order of its
+    dimensions, or zeros."""
 
 
 def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], machine: Machine) -> MemoryProgram:
@@ -84,7 +92,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
     if mesh_costs.machine.fuses_products:
         lister.keep()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
-    lister.hold([*replaced(inputs, outputs, border)])
+    lister.hold(replaced(inputs, outputs, border))
     return MemoryProgram(
         ops=lister.ops,
         inputs=inputs,
@@ -111,6 +119,8 @@ class _Lister:
     """By the identity of a value of the block, its `key`."""
     sources: dict[Value, Value] = field(default_factory=dict[Value, Value])
     """By value that is another one reversed, or a form in the same layout, that one."""
+    zeros: set[Value] = field(default_factory=set[Value])
+    """Values whose windows have gradients, which GPUs add to zeros."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
     """What libraries write in another order of dimensions, of regions in line too."""
 
@@ -125,10 +135,27 @@ class _Lister:
     def run(self) -> None:
         """List the ops of the block."""
         for action in self.block.actions:
+            self._note(action)
+        for action in self.block.actions:
             if isinstance(action, RunBody) and action.eqn.primitive.name in REMAT:
                 self._run_in_line(action)
             else:
                 self._add(action)
+
+    def _note(self, action: Action) -> None:
+        """Note what an action reverses, has in another form, or adds to zeros."""
+        match action:
+            case Reshard(operand=Value() as operand, result=result) if action.source == result.layout:
+                self.sources[result] = self._source(operand)
+            case Evaluate(eqn=eqn, operands=(Value() as operand,), results=(result,)) if eqn.primitive.name == "rev":
+                self.sources[result] = self._source(operand)
+            case Evaluate(eqn=eqn, operands=(_, Value() as operand)) if eqn.primitive.name == ADDED_TO_ZEROS:
+                self.zeros.add(self._source(operand))
+            case _:
+                pass
+
+    def _source(self, value: Value) -> Value:
+        return self.sources.get(value, value)
 
     def widen(self) -> None:
         """Keep expensive results of bfloat16 in float32, if fused ops alone read them.
@@ -229,31 +256,30 @@ class _Lister:
             )
         for value in (action.result,) if isinstance(action, Reshard) else action.results:
             self.note(value)
-        if self.machine.transposes_kernels:
-            self._note_source(action)
+        if self.machine.transposes_kernels and isinstance(action, Evaluate):
             self._transpose_kernel(action)
         self.ops.append(self._op(action))
         self.actions.append(action)
+        if isinstance(action, Evaluate) and self.zeros.intersection(action.results) and rectifies(action.eqn):
+            self._share_zeros(action)
 
-    def _note_source(self, action: Action) -> None:
-        match action:
-            case Reshard(operand=Value() as operand, result=result) if action.source == result.layout:
-                self.sources[result] = self.sources.get(operand, operand)
-            case Evaluate(eqn=eqn, operands=(Value() as operand,), results=(result,)) if eqn.primitive.name == "rev":
-                self.sources[result] = self.sources.get(operand, operand)
-            case _:
-                pass
+    def _share_zeros(self, action: Evaluate) -> None:
+        """Keep the zeros that a linear rectifier compares with: gradients of windows of its result are added there."""
+        (result,) = action.results
+        if self.key(result) is not None and not self.machine.fuses_products:
+            zeros = BlockValue(self.block, result, twin=True)
+            self.nbytes[zeros] = value_bytes(result, self.mesh)
+            self.ops.append(Op("apart", (), (zeros,)))
+            self.actions.append(action)
 
-    def _transpose_kernel(self, action: Action) -> None:
+    def _transpose_kernel(self, action: Evaluate) -> None:
         """Copy the kernel of a convolution into the order in which libraries read it, once for all that read it."""
-        if not isinstance(action, Evaluate):
-            return
         if writes_transposed(action.eqn):
             self.transposed.update(self._keys(*action.results))
         copy = self._transposed_kernel(action)
         if copy is not None and copy not in self.nbytes:
             self.nbytes[copy] = value_bytes(copy.value, self.mesh)
-            self.ops.append(Op("fused", self._keys(copy.value), (copy,)))
+            self.ops.append(Op("fused", self._keys(copy.value), (copy,), expensive=True))
             self.actions.append(action)
 
     def _transposed_kernel(self, action: Evaluate) -> BlockValue | None:
@@ -263,25 +289,24 @@ class _Lister:
         kernel = action.operands[1]
         if not isinstance(kernel, Value) or self.key(kernel) is None:
             return None
-        return BlockValue(self.block, self.sources.get(kernel, kernel), copied=True)
+        return BlockValue(self.block, self._source(kernel), twin=True)
 
-    def hold(self, replaced: Sequence[tuple[Hashable, Hashable]]) -> None:
-        """Copy state that an update reads beside what it transposes, as soon as the program begins."""
-        found = transposing_updates(self.ops, replaced, self.transposed)
-        found = {key: numbers for key, numbers in found.items() if key._replace(copied=True) not in self.nbytes}
-        updated = {
-            key: min(n for n in numbers if not self.transposed.isdisjoint(self.ops[n].reads))
-            for key, numbers in found.items()
-        }
-        held = without_places(updated, self.nbytes)
-        for key in held:
-            copy = key._replace(copied=True)
-            self.nbytes[copy] = self.nbytes[key]
-            for number in found[key]:
+    def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> None:
+        """Have updates that transpose gradients read copies of the state: those for libraries, or early ones."""
+        _, roots = self._read_by(lambda op: False)
+        updated: dict[Any, int] = {}
+        for key, update in transposing_updates(self.ops, roots, replaced, self.transposed).items():
+            copy = key._replace(twin=True)
+            for number in update.reads:
                 op = self.ops[number]
-                self.ops[number] = op._replace(reads=tuple(copy if each == key else each for each in op.reads))
-        copies = [Op("apart", (key,), (key._replace(copied=True),), early=(key._replace(copied=True),)) for key in held]
-        actions = [self.actions[max(found[key])] for key in held]
+                reads = (copy if roots.get(each, each) == key else each for each in op.reads)
+                self.ops[number] = op._replace(reads=tuple(reads))
+            if copy not in self.nbytes:
+                self.nbytes[copy] = self.nbytes[key]
+                updated[key] = update.number
+        held = without_places(updated, self.nbytes)
+        copies = [Op("apart", (key,), (key._replace(twin=True),), early=(key._replace(twin=True),)) for key in held]
+        actions = [self.actions[updated[key]] for key in held]
         self.ops[:0], self.actions[:0] = copies, actions
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
 
@@ -303,6 +328,9 @@ class _Lister:
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)
                 if (copy := self._transposed_kernel(action)) is not None:
                     reads = (*self._keys(action.operands[0]), copy)
+                if eqn.primitive.name == ADDED_TO_ZEROS and isinstance(action.operands[1], Value):
+                    zeros = BlockValue(self.block, self._source(action.operands[1]), twin=True)
+                    reads = (*reads, zeros) if zeros in self.nbytes else reads
                 own = own_collectives(eqn, strategy, self.mesh) if eqn.primitive.name == COMPRESSED_SUM else ()
                 exchanged = [each.nbytes for each, _ in own]
                 return Op(

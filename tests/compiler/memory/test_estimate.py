@@ -137,11 +137,13 @@ def test_a_product_needs_what_its_kernel_gets_on_the_machine():
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("rectified", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (8,)], ids=str)
-def test_the_gradient_of_a_maximum_over_windows_needs_its_places(shape):
+def test_the_gradient_of_a_maximum_over_windows_needs_its_places(shape, rectified):
     def step(kernel, images):
         def loss(kernel):
             x = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.nn.relu(x) if rectified else x
             return (lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") ** 2).mean()
 
         return kernel - jax.grad(loss)(kernel)
@@ -156,3 +158,42 @@ def test_the_gradient_of_a_maximum_over_windows_needs_its_places(shape):
     assert rows.peak_bytes == pytest.approx(modelled, rel=1e-12)
     on_tpus = dataclasses.replace(H100, fuses_products=True)
     assert estimate.peak_memory(block, mesh, donated, machine=on_tpus).peak_bytes < modelled
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_kernels_of_convolutions_and_what_their_gradients_update_are_copied(recomputed):
+    def layer(kernel, x):
+        return jax.nn.relu(
+            lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+
+    def step(state, images):
+        def loss(kernels):
+            x = images
+            for kernel in kernels:
+                x = (jax.checkpoint(layer) if recomputed else layer)(kernel, x)
+            return (x**2).mean()
+
+        gradients = jax.grad(loss)(state["kernels"])
+        momenta = [0.9 * m + g for m, g in zip(state["momenta"], gradients, strict=True)]
+        return {"kernels": [k - m for k, m in zip(state["kernels"], momenta, strict=True)], "momenta": momenta}
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 256, 256), jnp.float32)] * 6
+    images = jax.ShapeDtypeStruct((32, 16, 16, 256), jnp.float32)
+    trace = autopar.parallelize(step).trace({"kernels": kernels, "momenta": kernels}, images).trace
+    donated = state_inputs(trace)
+    mesh, found, block = planned(trace, (1,))
+    compiled = compiled_bytes(trace, block, mesh, donated)
+    modelled = peak_memory(block, mesh, donated).peak_bytes
+    assert modelled == pytest.approx(compiled, rel=TOLERANCE)
+    without = estimate.peak_memory(
+        block, mesh, donated, machine=dataclasses.replace(H100, transposes_kernels=False)
+    ).peak_bytes
+    assert abs(modelled - compiled) < abs(without - compiled)
+    if recomputed:
+        return
+    rows = modelled_memory(found.choices, found.table, found.optimum.assignment, donated)
+    assert rows.peak_bytes == pytest.approx(modelled, rel=1e-12)
+    worst, *_ = rows.rows_above(0.9 * modelled)
+    assert row_weight(worst, found.optimum.assignment) - worst.limit == pytest.approx(0.1 * modelled, rel=1e-6)

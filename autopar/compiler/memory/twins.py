@@ -1,4 +1,6 @@
-"""Find what a compiler copies because libraries compute convolutions in another order of dimensions than programs.
+"""Find the arrays that a GPU's compiler makes beside those of a program: copies, and zeros.
+
+Libraries compute convolutions in another order of dimensions than programs:
 
     kernel (height, width, in, out)    ->  a copy (out, height, width, in), read by the convolutions in its place
     gradient (height, width, in, out)  <-  a library writes (out, height, width, in), and the update transposes it
@@ -6,17 +8,25 @@
 An update that transposes what it reads cannot write over the state that it reads beside it: the compiler has copied
 that to other memory since the program began. By then the state's own place is free, and the copy of an equal array that
 is updated earlier stands there: the one that is updated last of all of a size takes memory of its own.
+
+The zeros that gradients of windows are added to are those that a linear rectifier of the same shape compares with: the
+kernel that rectifies writes them, and they are there until the gradients are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Op
 
 _CONVOLUTION = "conv_general_dilated"
+ADDED_TO_ZEROS = "select_and_scatter_add"
+"""Adds gradients of windows to zeros of the shape of its second operand."""
 
 
 def reads_transposed(eqn: jc.JaxprEqn) -> bool:
@@ -29,30 +39,48 @@ def writes_transposed(eqn: jc.JaxprEqn) -> bool:
     return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
 
 
+def rectifies(eqn: jc.JaxprEqn) -> bool:
+    """Return true if an equation takes zero where its operand is less."""
+    return eqn.primitive.name == "max" and any(isinstance(v, jc.Literal) and not np.any(v.val) for v in eqn.invars)
+
+
 def _space_is_first(spec: Sequence[int]) -> bool:
     """Return true if a dimension of space is the outermost: libraries have examples or channels there."""
     return 0 in spec[2:]
 
 
-def transposing_updates(
-    ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]], transposed: Collection[Key]
-) -> dict[Key, frozenset[int]]:
-    """Return, by array that is replaced, the fused ops that read it and something transposed for what replaces it.
+@dataclass(frozen=True, kw_only=True)
+class TransposingUpdate:
+    """The kernel that writes over an array and reads, beside it, something transposed."""
 
-    `replaced` are results with the arrays whose places they take.
+    reads: frozenset[int]
+    """The fused ops in it that read the array."""
+    number: int
+    """The first op in it that reads something transposed: kernels with the same one are one kernel."""
+
+
+def transposing_updates(
+    ops: Sequence[Op], roots: Mapping[Key, Key], replaced: Iterable[tuple[Key, Key]], transposed: Collection[Key]
+) -> dict[Key, TransposingUpdate]:
+    """Return the kernels that transpose what they read, by array that they write over.
+
+    `roots` are the arrays of views and forms, `replaced` results with the arrays whose places they take.
     """
     makers = {key: number for number, op in enumerate(ops) for key in op.results}
-    found: dict[Key, frozenset[int]] = {}
+    found: dict[Key, TransposingUpdate] = {}
     for result, old in replaced if transposed else ():
-        numbers, reads, left = set[int](), set[Key](), [result]
+        reads: dict[int, set[Key]] = {}
+        left = [result]
         while left:
-            number = makers.get(left.pop())
-            if number is not None and number not in numbers and ops[number].kind in ("fused", "view", "form"):
-                numbers.add(number)
-                reads.update(ops[number].reads)
-                left += ops[number].reads
-        if old in reads and not reads.isdisjoint(transposed):
-            found[old] = frozenset(numbers)
+            key = left.pop()
+            number = makers.get(roots.get(key, key))
+            if number is not None and number not in reads and ops[number].kind == "fused":
+                reads[number] = {roots.get(each, each) for each in ops[number].reads}
+                left += reads[number]
+        transposing = [number for number, arrays in reads.items() if not arrays.isdisjoint(transposed)]
+        reading = frozenset(number for number, arrays in reads.items() if old in arrays)
+        if transposing and reading:
+            found[old] = TransposingUpdate(reads=reading, number=min(transposing))
     return found
 
 
