@@ -294,18 +294,20 @@ class _Lister:
     def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> None:
         """Have updates that transpose gradients read copies of the state: those for libraries, or early ones."""
         _, roots = self._read_by(lambda op: False)
-        updated: dict[Any, int] = {}
+        twins: dict[Hashable, BlockValue] = {}
+        updated: dict[Hashable, int] = {}
         for key, update in transposing_updates(self.ops, roots, replaced, self.transposed).items():
-            copy = key._replace(twin=True)
+            assert isinstance(key, BlockValue)
+            twins[key] = key._replace(twin=True)
             for number in update.reads:
                 op = self.ops[number]
-                reads = (copy if roots.get(each, each) == key else each for each in op.reads)
+                reads = (twins[key] if roots.get(each, each) == key else each for each in op.reads)
                 self.ops[number] = op._replace(reads=tuple(reads))
-            if copy not in self.nbytes:
-                self.nbytes[copy] = self.nbytes[key]
+            if twins[key] not in self.nbytes:
+                self.nbytes[twins[key]] = self.nbytes[key]
                 updated[key] = update.number
         held = without_places(updated, self.nbytes)
-        copies = [Op("apart", (key,), (key._replace(twin=True),), early=(key._replace(twin=True),)) for key in held]
+        copies = [Op("apart", (key,), (twins[key],), early=(twins[key],)) for key in held]
         actions = [self.actions[updated[key]] for key in held]
         self.ops[:0], self.actions[:0] = copies, actions
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
