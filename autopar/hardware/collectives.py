@@ -16,6 +16,13 @@ links of m·h devices, h leave a domain:
 
     bandwidth = min(intra.bandwidth, m inter.bandwidth)     step = ((n-h) intra.step + h inter.step) / n
 
+Where the machine's library sums along double binary trees of domains, too (Sanders, Speck & Träff 2009), an all-reduce
+takes the lesser time of a ring and of a tree, as NCCL chooses (src/graph/tuning.cc): a chain inside of each domain and
+ceil(log2 h) steps across, up and down, at `tree_share` of the ring's bandwidth. So small sums over many domains take
+trees, and large ones rings:
+
+    all-reduce     2 start + 2 ((m-1) intra.step + ceil(log2 h) inter.step) + 2 b / (tree_share bandwidth)
+
 An all-to-all has no ring: every pair sends for itself, so that the slowest pairs count (`exchange_bandwidth`), and of
 what a device sends, a level takes what stays on one device of all slower ones:
 
@@ -48,6 +55,8 @@ class NetworkLevel(NamedTuple):
     """Bytes/s that one device sends along a ring, all of them sending."""
     exchange_bandwidth: float
     """Bytes/s that one device sends to all others at once, all of them sending."""
+    tree_share: float = 0.0
+    """Of the bandwidth of a ring, the share that a sum along a tree reaches; 0: there are no trees."""
 
 
 class CollectiveTime(NamedTuple):
@@ -73,6 +82,18 @@ def wire_bytes(kind: str, group: int, nbytes: float) -> float:
 
 def _rings(levels: Sequence[NetworkLevel], nbytes: float, *, passes: int) -> CollectiveTime:
     return _ring(functools.reduce(_joined, levels), nbytes, passes)
+
+
+def _sums(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+    ring = _rings(levels, nbytes, passes=2)
+    return min(ring, _tree(levels, nbytes), key=lambda time: time.total_s) if levels[-1].tree_share else ring
+
+
+def _tree(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+    *inside, outer = levels
+    steps_s = sum((level.size - 1) * level.step_s for level in inside) + (outer.size - 1).bit_length() * outer.step_s
+    ring = functools.reduce(_joined, levels)
+    return CollectiveTime(2 * (ring.start_s + steps_s), 2 * nbytes / (outer.tree_share * ring.bandwidth))
 
 
 def _joined(inner: NetworkLevel, outer: NetworkLevel) -> NetworkLevel:
@@ -110,7 +131,7 @@ def _ring(level: NetworkLevel, nbytes: float, passes: int) -> CollectiveTime:
 
 
 _COSTS: dict[str, CollectiveCost] = {
-    "all-reduce": functools.partial(_rings, passes=2),
+    "all-reduce": _sums,
     "all-gather": functools.partial(_rings, passes=1),
     "reduce-scatter": functools.partial(_rings, passes=1),
     "all-to-all": _all_to_all,

@@ -67,10 +67,12 @@ class Link:
     """The same bandwidth within groups of fewer devices, where wires join some of them only: (devices, bytes/s)."""
     exchange_bandwidths: tuple[tuple[int, float], ...] = ()
     """Bytes/s that one device of a group sends to all others at once, where wires do not join every pair."""
+    tree_share: float = 0.0
+    """Of the bandwidth of a ring, the share that sums along a tree reach; 0: the machine's library has none."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no link has."""
-        for name in ("latency_s", "bandwidth", "ramp_bytes"):
+        for name in ("latency_s", "bandwidth", "ramp_bytes", "tree_share"):
             check_figure(f"The figure {name} of a link", getattr(self, name), zero=name != "bandwidth")
         for name in _BY_SIZE:
             for size, bandwidth in getattr(self, name):
@@ -93,13 +95,20 @@ class Link:
         """Return `size` devices with such links between them, as a level of the network."""
         bandwidth = self.bandwidth_of(size)
         start_s = (size - 1) / size * self.ramp_bytes / bandwidth
-        return NetworkLevel(size, start_s, self.latency_s, bandwidth, self.exchange_bandwidth_of(size))
+        return NetworkLevel(
+            size=size,
+            start_s=start_s,
+            step_s=self.latency_s,
+            bandwidth=bandwidth,
+            exchange_bandwidth=self.exchange_bandwidth_of(size),
+            tree_share=self.tree_share,
+        )
 
     @staticmethod
     def from_data(what: str, raw: Any) -> Link:
         """The link of JSON values; `InvalidArgument` names the field that is missing, unknown or mistyped."""
         if isinstance(raw, dict):
-            raw = {**{name: [] for name in _BY_SIZE}, **raw}
+            raw = {**{name: [] for name in _BY_SIZE}, "tree_share": 0.0, **raw}
         fields = fields_of(what, raw, [each.name for each in dataclasses.fields(Link)])
         for name in _BY_SIZE:
             pairs: Any = fields[name]

@@ -75,6 +75,36 @@ def test_a_collective_is_a_ring_through_all_levels(kind, group, hosts, expected)
     assert ONE.collective_s(kind, 64e6, group, hosts) == pytest.approx(expected)
 
 
+TREES = replace(ONE, inter=replace(INTER, tree_share=0.8))
+
+
+@pytest.mark.parametrize(("local", "hosts", "steps"), [(8, 2, 1), (8, 64, 6), (8, 48, 6), (1, 64, 6)])
+def test_small_sums_over_hosts_go_along_a_tree_and_large_ones_around_a_ring(local, hosts, steps):
+    group, pieces = local * hosts, ((INTRA, local), (INTER, hosts))
+    start_s = sum((n - 1) / n * link.ramp_bytes / link.bandwidth for link, n in pieces)
+    chain_s = (local - 1) * INTRA.latency_s + steps * INTER.latency_s
+    rate = 0.8 * min(INTRA.bandwidth, local * INTER.bandwidth)
+    small = TREES.collective_s("all-reduce", 1e3, group, hosts)
+    assert small == pytest.approx(2 * (start_s + chain_s) + 2 * 1e3 / rate)
+    assert small < ONE.collective_s("all-reduce", 1e3, group, hosts)
+    assert TREES.collective_s("all-reduce", 1e12, group, hosts) == ONE.collective_s("all-reduce", 1e12, group, hosts)
+
+
+@pytest.mark.parametrize("kind", sorted(set(PASSES) - {"all-reduce"}))
+def test_only_sums_over_hosts_have_trees(kind):
+    assert TREES.collective_s(kind, 1e3, 64, 8) == ONE.collective_s(kind, 1e3, 64, 8)
+    assert TREES.collective_s("all-reduce", 1e3, 8) == ONE.collective_s("all-reduce", 1e3, 8)
+
+
+def test_steps_of_a_sum_without_bytes_grow_with_the_logarithm_of_hosts_where_there_are_trees():
+    h100, v5e = Machine.named("dgx-h100"), Machine.named("tpu-v5e")
+    trees, rings = (
+        [machine.collective_s("all-reduce", 0, 8 * hosts, hosts) for hosts in (64, 128, 256)] for machine in (h100, v5e)
+    )
+    assert trees[2] - trees[1] == pytest.approx(trees[1] - trees[0], rel=0.05)
+    assert rings[2] - rings[1] == pytest.approx(2 * (rings[1] - rings[0]), rel=0.05)
+
+
 @pytest.mark.parametrize("kind", PASSES)
 def test_one_device_alone_exchanges_nothing(kind):
     assert ONE.collective_s(kind, 1e9, 1) == 0
@@ -189,6 +219,7 @@ def test_figures_that_no_machine_has_are_refused(changes, message):
         ({"latency_s": -1e-6}, "latency_s of a link is -1e-06; it must be finite and not negative"),
         ({"bandwidth": 0}, "bandwidth of a link is 0; it must be finite and positive"),
         ({"ramp_bytes": math.nan}, "ramp_bytes of a link is nan"),
+        ({"tree_share": -0.5}, "tree_share of a link is -0.5; it must be finite and not negative"),
         ({"bandwidth": True}, "bandwidth of a link is True"),
         ({"group_bandwidths": ((1, 1e9),)}, "number of devices in group_bandwidths of a link is 1"),
         ({"group_bandwidths": ((2, 0.0),)}, "bandwidth of 2 devices in group_bandwidths of a link is 0.0"),

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, Reach
-from autopar.hardware.collectives import CollectiveCost, NetworkLevel, collective_cost, collective_costs
+from autopar.hardware.collectives import CollectiveCost, CollectiveTime, NetworkLevel, collective_cost, collective_costs
 from autopar.hardware.machine import Machine
 from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 
@@ -41,6 +41,7 @@ _SUMS = ("all-reduce", "reduce-scatter")
 _COMBINED_LATENCY_SHARE = 0.05
 # Of the time of one ring, that sums in levels may take: they are three collectives, and equal links make both equal.
 _IN_LEVELS_SHARE = 0.99
+_FEW_BYTES, _MANY_BYTES = 1.0, 2.0**50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,29 @@ class MeshCosts:
 
     def collective_s(self, kind: str, axes: Iterable[int], nbytes: float, reach: Reach = "all") -> float:
         """Return the seconds of one collective over `axes`, or of a level of them; `nbytes` as in `wire_bytes`."""
+        return self._time(kind, axes, nbytes, reach).total_s
+
+    def lines(self, kind: str, axes: Iterable[int], reach: Reach = "all") -> tuple[tuple[float, float], ...]:
+        """Return what a collective of few bytes and one of many take: seconds without bytes, and for each of them.
+
+        The two differ where small sums take other ways than large ones. The lesser is what any takes.
+        """
+        times = {nbytes: self._time(kind, axes, nbytes, reach) for nbytes in (_FEW_BYTES, _MANY_BYTES)}
+        return tuple((time.latency_s, time.transfer_s / nbytes) for nbytes, time in times.items())
+
+    def _time(self, kind: str, axes: Iterable[int], nbytes: float, reach: Reach) -> CollectiveTime:
         levels = self._levels([axis for axis in axes if self.mesh.shape[axis] > 1], reach)
         if not levels:
-            return 0.0
+            return CollectiveTime(0.0, 0.0)
         is_whole_sum = kind in _SUMS and not self.machine.scatters_sums
         kind = "all-reduce" if is_whole_sum else kind
-        time = (self._cost_of.get(kind) or collective_cost(kind))(levels, nbytes)
+        cost = self._cost_of.get(kind) or collective_cost(kind)
         if kind not in _COMBINED:
-            return time.total_s
-        return time.latency_s * self.latency_share + time.transfer_s * (1.0 if is_whole_sum else self.transfer_share)
+            return cost(levels, nbytes)
+        # A part of a combined message, which decides by its own size how it is summed.
+        whole = cost(levels, nbytes / self.latency_share)
+        shown = self.latency_share * (1.0 if is_whole_sum else self.transfer_share)
+        return CollectiveTime(whole.latency_s * self.latency_share, whole.transfer_s * shown)
 
     @functools.cached_property
     def _cost_of(self) -> dict[str, CollectiveCost]:
@@ -123,10 +138,11 @@ class MeshCosts:
         )
         if inside == 1 or across == 1 or not whole:
             return False
-        many = 2.0**50
-        inside_s = sum(self.collective_s(kind, axes, many, "inside") for kind in ("reduce-scatter", "all-gather"))
-        across_s = self.collective_s("all-reduce", axes, many / inside, "across")
-        return inside_s + across_s < _IN_LEVELS_SHARE * self.collective_s("all-reduce", axes, many)
+        inside_s = sum(
+            self.collective_s(kind, axes, _MANY_BYTES, "inside") for kind in ("reduce-scatter", "all-gather")
+        )
+        across_s = self.collective_s("all-reduce", axes, _MANY_BYTES / inside, "across")
+        return inside_s + across_s < _IN_LEVELS_SHARE * self.collective_s("all-reduce", axes, _MANY_BYTES)
 
     def _levels(self, axes: list[int], reach: Reach) -> list[NetworkLevel]:
         spans = [self._span(axis) for axis in axes]

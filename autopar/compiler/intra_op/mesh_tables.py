@@ -20,7 +20,7 @@ from autopar.compiler.costs.compute import seconds_by_strategy
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.resharding.costs import reshard_lines, split_alike
+from autopar.compiler.resharding.costs import ReshardLines, reshard_lines, split_alike
 from autopar.compiler.sharding.layout import Layout
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, possible_sums, strategies
@@ -73,9 +73,7 @@ class MeshTables:
     costs: MeshCosts
     choices: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
     lists: dict[tuple[Layout, ...], LayoutList] = field(default_factory=dict[tuple[Layout, ...], LayoutList])
-    lines: dict[Hashable, tuple[FloatArray, FloatArray]] = field(
-        default_factory=dict[Hashable, tuple[FloatArray, FloatArray]]
-    )
+    lines: dict[Hashable, ReshardLines] = field(default_factory=dict[Hashable, ReshardLines])
 
     def alternatives(
         self, eqn: jc.JaxprEqn, kind: Hashable, maybe_partial: frozenset[int], rule: Callable[[jc.JaxprEqn], Rule]
@@ -107,8 +105,7 @@ class MeshTables:
         if key not in self.lines:
             costs = self.costs.combined() if in_update else self.costs
             self.lines[key] = reshard_lines(source.layouts, target.layouts, alike, costs)
-        fixed, per_byte = self.lines[key]
-        return fixed + per_byte * nbytes
+        return self.lines[key].seconds(nbytes)
 
 
 @functools.lru_cache(maxsize=MOST_MESHES)

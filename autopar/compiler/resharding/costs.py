@@ -34,16 +34,28 @@ from autopar.compiler.resharding.steps import (
 )
 from autopar.compiler.sharding.collective import Collective
 from autopar.compiler.sharding.layout import (
-    Axes,
     Layout,
     LogicalMesh,
-    Reach,
     local_shape,
     may_have,
     part_size,
     split_like,
     without_ones,
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReshardLines:
+    """Seconds of resharding an array, as the least of some lines in its bytes: [line, source, target]."""
+
+    fixed: np.ndarray
+    """Seconds for no bytes."""
+    per_byte: np.ndarray
+    """More seconds for every byte of the array."""
+
+    def seconds(self, nbytes: float) -> np.ndarray:
+        """Return the seconds from every source to every target for an array of so many bytes."""
+        return (self.fixed + self.per_byte * nbytes).min(axis=0)
 
 
 @functools.cache
@@ -99,22 +111,21 @@ def reshard_matrix(
     sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], itemsize: float, mesh_costs: MeshCosts
 ) -> np.ndarray:
     """`reshard_s` from every source to every target."""
-    fixed, per_byte = reshard_lines(sources, targets, shape, mesh_costs)
-    return fixed + per_byte * (math.prod(shape) * itemsize)
+    return reshard_lines(sources, targets, shape, mesh_costs).seconds(math.prod(shape) * itemsize)
 
 
 def reshard_lines(
     sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], mesh_costs: MeshCosts
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return, from every source to every target, the seconds for no bytes, and the seconds for every byte of the array.
+) -> ReshardLines:
+    """Return the seconds from every source to every target, as a function of the array's bytes.
 
     They are those of all shapes that are `split_alike`.
     """
     mesh = mesh_costs.mesh
     starts, ends = (_numbers(tuple(layouts), shape, mesh) for layouts in (sources, targets))
-    every = _lines(_graph(shape, mesh), mesh_costs)
-    lines = np.array([every.from_source(start) for start in starts])
-    return lines[:, 0, ends], lines[:, 1, ends]
+    every = _edge_lines(_graph(shape, mesh), mesh_costs)
+    lines = np.array([every.from_source(start)[..., ends] for start in starts])
+    return ReshardLines(fixed=lines[:, :, 0].swapaxes(0, 1), per_byte=lines[:, :, 1].swapaxes(0, 1))
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -133,51 +144,42 @@ def split_alike(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Lines:
+class _EdgeLines:
     """The lines from layouts to each other, found from a layout when they are first asked for."""
 
     graph: Graph
     of_edges: np.ndarray
+    """[line, 2, edge], of the steps."""
     known: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
     def from_source(self, source: int) -> np.ndarray:
-        """From one layout to every one: [seconds for no bytes, and more seconds per byte of the array]."""
+        """From one layout to every one, for small and for large arrays: [seconds for no bytes, and per byte]."""
         if source not in self.known:
             last = last_edges(self.graph, source)
             here = np.arange(len(self.graph.layouts))
-            total = np.zeros((2, len(here)))
+            total = np.zeros((*self.of_edges.shape[:2], len(here)))
             # Back along all paths at once; a path that has arrived at the source stays there, at no cost.
             while (here != source).any():
                 edges = last[here]
-                total += self.of_edges[:, edges]
+                total += self.of_edges[..., edges]
                 here = self.graph.source[edges]
             self.known[source] = total
         return self.known[source]
 
 
 @functools.lru_cache(maxsize=64)
-def _lines(graph: Graph, mesh_costs: MeshCosts) -> _Lines:
-    return _Lines(graph=graph, of_edges=_seconds_of_edges(graph, mesh_costs))
-
-
-def _seconds_of_edges(graph: Graph, mesh_costs: MeshCosts) -> np.ndarray:
-    """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
-    line = functools.cache(lambda kind, axes, reach: _line(mesh_costs, kind, axes, reach))
-    seconds = np.zeros((2, len(graph.steps)))
-    seconds[1] = graph.copied / mesh_costs.machine.memory_bandwidth
+def _edge_lines(graph: Graph, mesh_costs: MeshCosts) -> _EdgeLines:
+    """Return the lines of every step for few and for many bytes; one for both where they are the same."""
+    lines = functools.cache(lambda kind, axes, reach: np.array(mesh_costs.lines(kind, axes, reach)))
+    seconds = np.zeros((2, 2, len(graph.steps)))
+    seconds[:, 1] = graph.copied / mesh_costs.machine.memory_bandwidth
     for edge, step in enumerate(graph.steps):
         if step is None:
             continue
         for kind, reach, parts in exchanges(step, mesh_costs.mesh):
-            latency, per_byte = line(kind, step.axes, reach)
-            seconds[:, edge] += latency, per_byte * graph.moved[edge] / parts
-    return seconds
-
-
-def _line(mesh_costs: MeshCosts, kind: str, axes: Axes, reach: Reach) -> tuple[float, float]:
-    """Seconds of a collective without bytes, and per byte: its time is a line."""
-    latency, many = mesh_costs.collective_s(kind, axes, 0.0, reach), 2.0**50
-    return latency, (mesh_costs.collective_s(kind, axes, many, reach) - latency) / many
+            seconds[..., edge] += lines(kind, step.axes, reach) * (1.0, graph.moved[edge] / parts)
+    same = bool((seconds[0] == seconds[1]).all())
+    return _EdgeLines(graph=graph, of_edges=seconds[:1] if same else seconds)
 
 
 # --- arrays without what does not matter --------------------------------------------------------------------

@@ -59,6 +59,26 @@ def test_collectives_of_the_update_share_their_latency_where_the_compiler_combin
     assert chosen.collective_s(kind, (1,), 40.0) == pytest.approx(expected)
 
 
+def test_a_combined_sum_takes_a_ring_or_a_tree_by_the_size_of_the_whole_message():
+    trees = dataclasses.replace(SLOW, tree_share=0.5)
+    whole = mesh_costs(GRID, intra=FAST, inter=trees, domain=1)
+    ring, tree = (2 * (7 * 3 + 7 / 8 * 20 / 2), 2 * (3 * 3 + 20 / 1))
+    assert whole.collective_s("all-reduce", (0, 1), 20.0) == min(ring, tree) == tree
+    # Twenty such sums are sent together: for these the ring is faster.
+    assert whole.combined().collective_s("all-reduce", (0, 1), 20.0) == pytest.approx(2 * (0.05 * 21 + 7 / 8 * 10))
+
+
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("nbytes", [0.0, 1e3, 3e5, 1e8, 1e11])
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
+def test_a_collective_takes_the_least_of_its_lines(kind, nbytes, combined):
+    chosen = MeshCosts(machine=Machine.named("p4d.24xlarge"), mesh=grid(16, 8))
+    chosen = chosen.combined() if combined else chosen
+    least = min(fixed + per_byte * nbytes for fixed, per_byte in chosen.lines(kind, (0, 1)))
+    assert least == pytest.approx(chosen.collective_s(kind, (0, 1), nbytes))
+    assert len(set(chosen.lines(kind, (0, 1)))) == (2 if kind == "all-reduce" else 1)
+
+
 def test_collectives_of_parameters_and_gradients_are_hidden_where_the_compiler_makes_them_asynchronous():
     shown = mesh_costs(GRID, latency_s=1.0, bandwidth=10.0)
     hidden = dataclasses.replace(shown, machine=dataclasses.replace(shown.machine, hidden_share=0.7))

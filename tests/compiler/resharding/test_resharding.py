@@ -410,6 +410,14 @@ def test_seconds_are_those_of_the_collectives_and_of_copies(shape, machine):
         assert reshard_s(source, target, shape, 4, mesh_costs) == matrix[i, j]
 
 
+@pytest.mark.parametrize("rows", [8, 2**10, 2**20, 2**27])
+def test_sums_over_hosts_take_what_their_collective_takes_at_every_size(rows):
+    machine = Machine.named("p4d.24xlarge")
+    mesh_costs = MeshCosts(machine=machine, mesh=mesh_of(8, 8))
+    summed = reshard_s(Layout(((), ()), (0, 1)), replicated(2), (rows, 8), 4, mesh_costs)
+    assert summed == pytest.approx(mesh_costs.collective_s("all-reduce", (0, 1), 32.0 * rows))
+
+
 def test_what_is_there_already_costs_nothing_and_slicing_sends_nothing():
     mesh, shape = mesh_of(2, 2, 2), (64, 64, 64)
     mesh_costs = MeshCosts(machine=H100, mesh=mesh)
