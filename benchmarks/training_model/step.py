@@ -107,9 +107,11 @@ def _reduce_s(model: Transformer, layout: Layout, rates: Rates, stage: int) -> f
             scatters = 1
         kind = "reduce-scatter" if layout.zero else "all-reduce"
         reduced, held = rates.habits.reduced_bytes * parameters, rates.habits.value_bytes * parameters
-        total += scatters * collective_time_s(kind, reduced, axis, layout, rates)
-        if gathers:
-            total += gathers * collective_time_s("all-gather", held, axis, layout, rates)
+        # Layer by layer, as FSDP does: each starts, and goes once around the ring of all ranks, by itself.
+        others = max(layers_of(model, layout, stage) - 1, 0.0) if layout.zero >= 2 else 0.0
+        for each, nbytes, times in ((kind, reduced, scatters), ("all-gather", held, gathers)):
+            start_s = collective_time_s(each, 0.0, axis, layout, rates)
+            total += times * (collective_time_s(each, nbytes, axis, layout, rates) + others * start_s)
     if layout.pp > 1 and model.tied:
         # The first and the last stage add their gradients of the one table they both hold.
         table = rates.habits.reduced_bytes * model.vocab * model.hidden / layout.tp

@@ -170,6 +170,22 @@ def test_a_ring_over_hosts_goes_through_the_cards_of_each_host(hosts):
     assert collective_time_s("all-reduce", 1e10, "dp", layout, rates) == pytest.approx(through_s, rel=0.01)
 
 
+@pytest.mark.parametrize(("zero", "gathers"), [(2, 1), (3, 2)])
+def test_layers_that_are_gathered_one_by_one_each_go_around_the_ring_of_all_ranks(zero, gathers):
+    few, many = (Layout(dp=dp, zero=zero, microbatch=4, microbatches=1, sequence=1024) for dp in (128, 512))
+    rates = rates_of(A100, UNFUSED, Scalars())
+    starts_s = [
+        sum(
+            count * collective_time_s(kind, 0.0, "dp", layout, rates)
+            for kind, count in (("reduce-scatter", 1), ("all-gather", gathers))
+        )
+        for layout in (few, many)
+    ]
+    grown_s = step_time(GPT, many, rates).reduce_s - step_time(GPT, few, rates).reduce_s
+    # Besides, a ring of more ranks sends a little more of the whole: (n - 1) / n of it.
+    assert grown_s == pytest.approx(GPT.layers * (starts_s[1] - starts_s[0]), rel=0.05)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_in_a_part_of_a_host_are_slower_than_in_the_whole(size):
     rates = rates_of(A100, UNFUSED, Scalars())
