@@ -23,8 +23,8 @@ trees, and large ones rings:
 
     all-reduce     2 start + 2 ((m-1) intra.step + ceil(log2 h) inter.step) + 2 b / (tree_share bandwidth)
 
-An all-to-all has no ring: every pair sends for itself, so that the slowest pairs count (`exchange_bandwidth`), and of
-what a device sends, a level takes what stays on one device of all slower ones:
+All-to-alls and permutes have no ring: pairs send for themselves, so that the slowest count (`exchange_bandwidth`). Of
+what a device sends to all, a level takes what stays on one device of all slower ones:
 
     all-to-all                intra.ring(b/h, m) + inter.ring(b, h)
     collective-permute        inter alone
@@ -122,7 +122,7 @@ def _permute(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
     slowest = levels[-1]
     # The start of a ring of n devices is that of an n-th of a message, n - 1 times.
     start_s = slowest.start_s * slowest.size / (slowest.size - 1)
-    return CollectiveTime(start_s + slowest.step_s, nbytes / slowest.bandwidth)
+    return CollectiveTime(start_s + slowest.step_s, nbytes / min(slowest.bandwidth, slowest.exchange_bandwidth))
 
 
 def _ring(level: NetworkLevel, nbytes: float, passes: int) -> CollectiveTime:

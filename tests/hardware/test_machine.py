@@ -257,6 +257,39 @@ def test_smaller_groups_send_as_fast_as_the_wires_that_join_them():
     assert pair_s > 2 * quad_s > 2 * all_s
 
 
+@pytest.mark.parametrize(
+    ("name", "link", "links"),
+    [
+        ("tpu-v5e", 4.3e10, {2: 1, 4: 2, 16: 2, 64: 2, 128: 3, 256: 4}),
+        ("tpu-v6e", 8.68e10, {2: 1, 4: 2, 16: 2, 64: 2, 128: 3, 256: 4}),
+        ("tpu-v5p", 8.63e10, {2: 1, 4: 2, 8: 2, 16: 2, 32: 3, 64: 4, 256: 4, 512: 6, 8960: 6}),
+        ("tpu7x", 5e10, {4: 2, 8: 2, 16: 2, 32: 2, 64: 3, 128: 4, 1024: 6, 18432: 6}),
+    ],
+)
+def test_a_group_of_tpus_sends_by_as_many_links_as_its_least_connected_chip_has(name, link, links):
+    machine = Machine.named(name)
+    for size, count in links.items():
+        # Without steps and starts an all-gather passes all but a device's own part.
+        rate = 1e12 * (size - 1) / size / machine.collective_s("all-gather", 1e12, size)
+        assert rate == pytest.approx(count * link, rel=0.01)
+
+
+def test_pairs_of_a_torus_have_one_link_each_and_all_to_alls_half_of_what_an_axis_of_16_has():
+    v5e, permuted = Machine.named("tpu-v5e"), 1e9 / 4.3e10
+    assert v5e.transfer_s(1e9, same_host=True) == pytest.approx(permuted, rel=0.01)
+    # On a ring of n an all-to-all takes n / 4 of the time of an all-gather of as many bytes a device.
+    assert v5e.collective_s("all-to-all", 1e9, 16) == pytest.approx(
+        16 / 4 * v5e.collective_s("all-gather", 1e9, 16), rel=0.01
+    )
+    assert v5e.collective_s("collective-permute", 1e9, 256) > permuted
+
+
+def test_pairs_that_send_to_each_other_are_as_slow_as_the_slowest_of_them():
+    pairs = replace(ONE, intra=replace(INTRA, exchange_bandwidths=((8, 1e9),)))
+    assert pairs.collective_s("collective-permute", 1e9, 8) == pytest.approx(1.0, rel=0.01)
+    assert pairs.collective_s("all-gather", 1e9, 8) == ONE.collective_s("all-gather", 1e9, 8)
+
+
 def test_a_damaged_file_is_refused_with_a_lesson_or_read(tmp_path):
     def damaged(raw: Any) -> Iterator[Any]:
         yield from (None, "x", True, [], {}, [1], -1, 1.5, 10**400, [[1, 2]], [["a", 1]])
