@@ -7,17 +7,18 @@
 No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
 are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). Steps
 take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run
-that is interrupted reports on the rows before. With
---calibrate, ten physical scalars per source and machine are fitted to that fraction of the rows, and both columns, with
-the machine files alone and calibrated, are of the other rows only. With --leave-out, a source is predicted as one that
-was never seen: its name is hidden, so that no rule asks for it, and the scalars are those of the other sources' rows on
-the same machine.
+that is interrupted reports on the rows before.
+
+No rule asks where a row is from: its source, which may be empty, is a label that rows are reported by. With
+--calibrate, ten physical scalars per site, which is an executor on a kind of hardware, of one host or of several, are
+fitted to that fraction of the rows, and all columns are of the other rows only. With --leave-out besides, the column
+`unseen` predicts each source by scalars of the other sources' rows on the same machine.
 """
 
 import argparse
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,13 +29,12 @@ from rich.table import Table
 
 from autopar.errors import AutoparError, InvalidArgument
 from benchmarks.accuracy_cases import Case, Unusable, case_of
-from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_fit import evaluated_runs
 from benchmarks.accuracy_journal import Entry, Journal
-from benchmarks.accuracy_report import Predicted, summary
-from benchmarks.accuracy_rows import RUNS, STEPS, Measurements, Row, read_measurements
+from benchmarks.accuracy_report import Evaluated, Predicted, by_source, figures, without_the_largest
+from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, step_case_of
 from benchmarks.accuracy_steps import predicted as predicted_step
-from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import Scalars
 
 _NOT_REACHED = "was not reached: the run was stopped, and the same command goes on"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=float, default=1.0, metavar="FRACTION", help="of the rows, by a digest of each"
     )
-    parser.add_argument("--leave-out", action="store_true", help="predict each source without its name or its rows")
+    parser.add_argument("--leave-out", action="store_true", help="predict each source without its rows too")
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results there; a run that is stopped continues"
@@ -67,9 +67,12 @@ def main(arguments: argparse.Namespace) -> None:
     report = accuracy_report(
         measurements, arguments.calibrate, rows=arguments.rows, leave_out=arguments.leave_out, journal=journal
     )
-    Console().print(_table({**report["sources"], "all": report["all"]}))
+    Console().print(_table(report))
+    if arguments.leave_out and not arguments.calibrate:
+        Console().print("No rule asks for a source: without --calibrate, each is predicted as one left out.")
     for each in report["skipped"]:
-        Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
+        where = f"{each['rows']:4} rows skipped of {each['source']} (lines {_ranges(each['lines'])})"
+        Console().print(f"{where}: {each['reason']}", highlight=False)
     for each in report["unreadable"]:
         Console().print(f"line {each['line']} cannot be read: it {each['reason']}", highlight=False)
     took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
@@ -78,6 +81,10 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if not any(each["reason"] == _NOT_REACHED for each in report["skipped"]):
         journal.close()
+
+
+Skipped = defaultdict[tuple[str, str], list[Row]]
+"""The rows that cannot be predicted, by source and reason."""
 
 
 def accuracy_report(
@@ -89,27 +96,35 @@ def accuracy_report(
     journal: Journal | None = None,
 ) -> dict[str, Any]:
     """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
-    skipped: Counter[tuple[str, str]] = Counter()
+    skipped: Skipped = defaultdict(list)
+    scalars: dict[str, Scalars] = {}
     if measurements.columns is STEPS:
         _check_steps(fraction, leave_out)
-        sources, predictions, plain = _read_steps(measurements, skipped, journal or Journal(None))
+        evaluated = _evaluated_steps(measurements, skipped, journal or Journal(None))
     else:
-        sources, predictions, plain = _read_runs(measurements, fraction, leave_out, skipped)
+        evaluated, scalars = evaluated_runs(_usable(measurements, skipped), fraction, leave_out=leave_out)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "leave_out": leave_out,
-        "sources": sources,
-        "all": summary([each for each, fitted in predictions if not fitted]),
-        "skipped": [
-            {"source": source, "reason": reason, "rows": count} for (source, reason), count in sorted(skipped.items())
-        ],
+        "sources": {name: figures(each) for name, each in by_source(evaluated).items()},
+        "all": figures(evaluated),
+        "all_but_the_largest_source": without_the_largest(evaluated),
+        "scalars": {site: _rounded(each) for site, each in scalars.items()},
+        "skipped": [_skipped_report(source, reason, each) for (source, reason), each in sorted(skipped.items())],
         "unreadable": [{"line": line, "reason": reason} for line, reason in measurements.unreadable],
     }
-    if fraction:
-        report["all"]["uncalibrated"] = summary(plain)
     if rows:
-        report["predictions"] = [_row_report(each, fitted) for each, fitted in predictions]
+        report["predictions"] = [_row_report(each) for each in evaluated]
     return report
+
+
+def _rounded(scalars: Scalars) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in asdict(scalars).items()}
+
+
+def _skipped_report(source: str, reason: str, rows: Sequence[Row]) -> dict[str, Any]:
+    lines, names = [row.line for row in rows], [row.name for row in rows]
+    return {"source": source, "reason": reason, "rows": len(rows), "lines": lines, "ids": names}
 
 
 def sampled(measurements: Measurements, fraction: float) -> Measurements:
@@ -123,35 +138,15 @@ def sampled(measurements: Measurements, fraction: float) -> Measurements:
     return replace(measurements, rows=tuple(row for row in measurements.rows if place(row) < fraction))
 
 
-Read = tuple[dict[str, Any], list[tuple[Predicted, bool]], list[Predicted]]
-"""The figures of every source; every prediction, with whether its row was fitted to; those of tested rows unfitted."""
-
-
-def _read_runs(
-    measurements: Measurements, fraction: float | None, leave_out: bool, skipped: Counter[tuple[str, str]]
-) -> Read:
-    """The figures of runs as lists of operators; what cannot be predicted is counted in `skipped`."""
-    cases: defaultdict[str, list[Case]] = defaultdict(list)
+def _usable(measurements: Measurements, skipped: Skipped) -> list[Case]:
+    """The runs that can be predicted; the others are put in `skipped`."""
+    cases: list[Case] = []
     for row in measurements.rows:
         try:
-            cases[row.source].append(case_of(without_source(row) if leave_out else row))
+            cases.append(case_of(row))
         except Unusable as why:
-            skipped[row.source, str(why)] += 1
-    sources: dict[str, Any] = {}
-    predictions: list[tuple[Predicted, bool]] = []
-    plain: list[Predicted] = []
-    for source in sorted(cases):
-        others = [case for other in sorted(cases) if other != source for case in cases[other]]
-        known = others if leave_out else cases[source]
-        sources[source], predicted, unfitted = _source_report(cases[source], fraction, known)
-        predictions += predicted
-        plain += unfitted
-    return sources, predictions, plain
-
-
-def without_source(row: Row) -> Row:
-    """Return a row whose source nobody can tell."""
-    return replace(row, cells=tuple((name, "" if name == RUNS.source else text) for name, text in row.cells))
+            skipped[row.source, str(why)].append(row)
+    return cases
 
 
 def _check_steps(fraction: float | None, leave_out: bool) -> None:
@@ -161,42 +156,39 @@ def _check_steps(fraction: float | None, leave_out: bool) -> None:
         )
     if leave_out:
         raise InvalidArgument(
-            "--leave-out is given, and steps of JAX programs are priced by no rule of a source, nor is anything fitted "
-            "to them. Give the command without it."
+            "--leave-out is given, and of steps of JAX programs nothing of a source can be left out: no rule asks for "
+            "one, nothing is fitted in a run, and what machine files have from published steps stays in them "
+            "(docs/model-figures.md says what). Give the command without it."
         )
 
 
-def _read_steps(measurements: Measurements, skipped: Counter[tuple[str, str]], journal: Journal) -> Read:
-    """The figures of JAX programs as the compiler prices them; what cannot be predicted is counted in `skipped`."""
+def _evaluated_steps(measurements: Measurements, skipped: Skipped, journal: Journal) -> list[Evaluated]:
+    """The predictions of JAX programs as the compiler prices them; what cannot be predicted is put in `skipped`."""
     by_model: defaultdict[object, list[StepCase]] = defaultdict(list)
     for row in measurements.rows:
         try:
             case = step_case_of(row)
             by_model[case.model].append(case)
         except Unusable as why:
-            skipped[row.source, str(why)] += 1
+            skipped[row.source, str(why)].append(row)
     # Rows of one model one after the other: it is traced once.
     cases = [case for alike in by_model.values() for case in alike]
-    found: list[Predicted] = []
+    found: list[Evaluated] = []
     progress = Console(stderr=True)
     for number, case in enumerate(cases, start=1):
-        progress.print(f"[{number}/{len(cases)}] {case.row['id']}", markup=False, highlight=False)
+        progress.print(f"[{number}/{len(cases)}] {case.row.name}", markup=False, highlight=False)
         try:
             each = _predicted_step(case, journal)
-            found.append(each)
+            found.append(Evaluated(plain=each))
             error = "" if case.measured_s is None else f", {100 * each.error:+.1f} %"
             progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
         except Unusable as why:
-            skipped[case.row.source, str(why)] += 1
+            skipped[case.row.source, str(why)].append(case.row)
         except KeyboardInterrupt:
-            skipped.update((each.row.source, _NOT_REACHED) for each in cases[number - 1 :])
+            for each in cases[number - 1 :]:
+                skipped[each.row.source, _NOT_REACHED].append(each.row)
             break
-    return _by_source(found), [(each, False) for each in sorted(found, key=lambda each: each.case.row.line)], found
-
-
-def _by_source(predictions: Sequence[Predicted]) -> dict[str, Any]:
-    sources = sorted({each.case.row.source for each in predictions})
-    return {source: summary([each for each in predictions if each.case.row.source == source]) for source in sources}
+    return sorted(found, key=lambda each: each.row.line)
 
 
 def _predicted_step(case: StepCase, journal: Journal) -> Predicted:
@@ -214,74 +206,56 @@ def _predicted_step(case: StepCase, journal: Journal) -> Predicted:
     return Predicted(case=case, step_s=entry.step_s, peak_bytes=entry.peak_bytes, tensor_bytes=entry.peak_bytes)
 
 
-def _source_report(cases: Sequence[Case], fraction: float | None, known: Sequence[Case]) -> Read:
-    """The figures of one source, scalars fitted to some `known` cases, and its predictions: was a row fitted to?"""
-    fitted = chosen_for_fit(known, fraction) if fraction else set()
-    by_machine: defaultdict[str, list[Case]] = defaultdict(list)
-    for case in cases:
-        by_machine[case.machine.name].append(case)
-    plain: list[Predicted] = []
-    calibrated: list[Predicted] = []
-    scalars: dict[str, Any] = {}
-    for name, here in sorted(by_machine.items()):
-        plain += _predictions(here, Scalars())
-        if fraction:
-            alike = [case for case in known if case.machine.name == name]
-            found = fitted_scalars([case for case in alike if case.row.line in fitted])
-            scalars[name] = {key: round(value, 6) for key, value in asdict(found).items()}
-            calibrated += _predictions(here, found)
-    tested = [each for each in plain if each.case.row.line not in fitted]
-    if not fraction:
-        return summary(tested), [(each, False) for each in plain], tested
-    report = summary([each for each in calibrated if each.case.row.line not in fitted])
-    report |= {"fitted_rows": len(fitted), "scalars": scalars, "uncalibrated": summary(tested)}
-    return report, [(each, each.case.row.line in fitted) for each in calibrated], tested
-
-
-def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
-    times = predicted_times(cases, scalars)
-    peaks = [peak_memory(case.model, case.layout, case.habits) for case in cases]
-    return [
-        Predicted(case=case, step_s=time.total_s, peak_bytes=peak.total_bytes, tensor_bytes=peak.tensor_bytes)
-        for case, time, peak in zip(cases, times, peaks)
-    ]
-
-
-def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
+def _row_report(each: Evaluated) -> dict[str, Any]:
+    case = each.plain.case
     return {
-        "line": each.case.row.line,
-        "id": dict(each.case.row.cells).get("id", ""),
-        "source": each.case.row.source,
-        "measured_gib": each.case.measured_gib,
-        "measured_s": each.case.measured_s,
-        "predicted_s": each.step_s,
-        "predicted_gib": each.recorded_bytes / 2**30,
-        "fitted": fitted,
+        "line": case.row.line,
+        "id": case.row.name,
+        "source": case.row.source,
+        "measured_gib": case.measured_gib,
+        "measured_s": case.measured_s,
+        "predicted_s": each.best.step_s,
+        "predicted_gib": each.best.recorded_bytes / 2**30,
+        "fitted": each.fitted,
     }
 
 
-def _table(sources: dict[str, Any]) -> Table:
-    """One line per source and one for all rows; `file` is the mean error with the machine files alone."""
+def _table(report: dict[str, Any]) -> Table:
+    """One line per source and one for all rows; `file` is the mean error with the machine files alone, `unseen` that
+    with what other sources' rows make of them."""
     table = Table(title="Predicted against measured step times", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", no_wrap=True, max_width=20)
-    for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "pairs", "labels"):
+    left_out = ("unseen",) if "left_out" in report["all"] else ()
+    for name in ("rows", "mape", "file", *left_out, "median", "worst", "spearman", "regret", "pairs", "labels"):
         table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "rows" else 6)
-    for source, figures in sources.items():
-        before = figures.get("uncalibrated", figures)
-        labels = figures["oom_right"] + figures["oom_wrong"]
-        if not figures["rows"] and not labels:
+    lines = {source.rpartition("/")[2]: row for source, row in report["sources"].items()}
+    rest = report["all_but_the_largest_source"]
+    if rest:
+        lines[f"all but {rest['largest'].rpartition('/')[2]}"] = rest
+    for name, row in {**lines, "all": report["all"]}.items():
+        before = row.get("uncalibrated", row)
+        labels = row["oom_right"] + row["oom_wrong"]
+        if not row["rows"] and not labels:
             continue
-        shown = (figures["mape"], before["mape"], figures["median"], figures["worst"])
+        unseen = [row["left_out"]["mape"]] if left_out else []
+        shown = (row["mape"], before["mape"], *unseen, row["median"], row["worst"])
         table.add_row(
-            source.rpartition("/")[2].removesuffix(".csv"),
-            str(figures["rows"]),
+            name,
+            str(row["rows"]),
             *map(_percent, shown),
-            "–" if figures["spearman"] is None else f"{figures['spearman']:.3f}",
-            _percent(figures["regret_mean"]),
-            f"{figures['pairs_right']}/{figures['pairs']}" if figures["pairs"] else "–",
-            f"{figures['oom_right']}/{labels}" if labels else "–",
+            "–" if row["spearman"] is None else f"{row['spearman']:.3f}",
+            _percent(row["regret_mean"]),
+            f"{row['pairs_right']}/{row['pairs']}" if row["pairs"] else "–",
+            f"{row['oom_right']}/{labels}" if labels else "–",
         )
     return table
+
+
+def _ranges(lines: Sequence[int]) -> str:
+    """The numbers of lines with a dash for those that follow one another: 3-5, 8."""
+    ends = [line for line in lines if line + 1 not in lines]
+    starts = [line for line in lines if line - 1 not in lines]
+    return ", ".join(f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends))
 
 
 def _percent(value: float | None) -> str:

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.hardware.machine import Machine, machines
-from benchmarks.accuracy_frameworks import habits_of, machine_of, network_of, with_kernel, with_release
+from benchmarks.accuracy_frameworks import habits_of, machine_of, with_kernel, with_release
 from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
 from benchmarks.accuracy_rows import NUMBERS, Row
-from benchmarks.training_model.known_models import alpa_gpt, named_transformer
+from benchmarks.training_model.known_models import gpt_heads, gpt_of_size, named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.models import Transformer
 
@@ -39,8 +39,16 @@ class Case:
 
     @property
     def counts_tensors(self) -> bool:
-        """True if the memory recorded is what tensors took: SimuMax records torch.cuda.max_memory_allocated()."""
-        return self.row.source.endswith("SimuMax")
+        """True if the memory recorded is what tensors took: Megatron-LM prints torch.cuda.max_memory_allocated()
+        (megatron/training/utils.py, report_memory)."""
+        return self.row["framework"].lower().startswith("megatron-lm")
+
+    @property
+    def site(self) -> str:
+        """What ran the step, of any release, on one host or several of a hardware: these are calibrated together."""
+        executor = re.sub(r"[^a-z-].*", "", self.row["framework"].lower())
+        hosts = "several hosts" if self.layout.devices > self.machine.domain else "one host"
+        return f"{executor} on {hosts} of {self.row['hw']}"
 
     @property
     def cell(self) -> tuple[object, ...]:
@@ -56,6 +64,10 @@ class Unusable(Exception):
 LARGEST = {"layers": 10_000, "ngpu": 10**6}
 """Of a column, what is taken for a measurement; of the other columns 10⁸."""
 LONGEST_S = 1e8
+_VOCABULARY = 50304
+"""Of GPT-2, padded to a multiple of 128."""
+_TRAINS_IN_BF16 = "02-28"
+"""The day of 2022, as notes have it, from which Megatron-DeepSpeed has an optimizer for BF16."""
 
 
 def case_of(row: Row) -> Case:
@@ -66,7 +78,7 @@ def case_of(row: Row) -> Case:
     hardware = machine_of(row["hw"])
     if hardware is None or hardware not in machines():
         raise Unusable(f"no machine file for the hardware {row['hw']!r}")
-    habits = habits_of(row["framework"], row.source)
+    habits = habits_of(row["framework"])
     if habits is None:
         raise Unusable("the framework is not named")
     habits = _with_types(row, with_kernel(habits, row["kernel"]))
@@ -106,13 +118,13 @@ def _machine(row: Row, name: str) -> Machine:
     gigabytes = re.search(r"(\d+)gb", row["hw"].lower())
     if gigabytes:
         machine = replace(machine, memory_bytes=float(int(gigabytes[1]) * 2**30))
-    network = network_of(row["hw"], row.source)
-    if network:
-        machine = replace(machine, inter=replace(machine.inter, bandwidth=network))
     per_host = row.whole("gpus_per_node")
-    if per_host and machine.domain == machine.devices_per_host != per_host:
-        return replace(machine, devices_per_host=per_host, domain=per_host)
-    return machine
+    if not per_host or not machine.domain == machine.devices_per_host != per_host:
+        return machine
+    # A host has the network cards that the machine's has, whatever devices share them.
+    bandwidth = machine.inter.bandwidth * machine.devices_per_host / per_host
+    inter = replace(machine.inter, bandwidth=bandwidth)
+    return replace(machine, devices_per_host=per_host, domain=per_host, inter=inter)
 
 
 def _trains_adapters(row: Row, model: Transformer) -> bool:
@@ -136,11 +148,11 @@ def _with_types(row: Row, habits: Habits) -> Habits:
         habits = replace(habits, flash=False, causal_half=False)
     if "v100" in words:
         return replace(habits, dtype="float16")
-    if not row.source.endswith("bigscience"):
+    dated = re.match(r"\d\d-\d\d\b", row["note"])
+    if dated is None or not row["framework"].lower().startswith("megatron-deepspeed"):
         return habits
-    if re.match(r"02-(2[0-7]|[01]\d)", row["note"]):
-        # Before the switch to BF16, as the memory recorded says: gradients in 2 bytes. DeepSpeed's ZeRO holds the
-        # gradients of a shard in float32 besides.
+    if dated[0] < _TRAINS_IN_BF16:
+        # As the memory recorded says: gradients in 2 bytes. DeepSpeed's ZeRO holds those of a shard in float32 besides.
         return replace(habits, dtype="float16", state_bytes=16.0)
     # DeepSpeed's BF16_Optimizer accumulates gradients in float32 besides.
     return replace(habits, dtype="bfloat16", gradient_bytes=6.0)
@@ -154,18 +166,15 @@ def _model(row: Row) -> Transformer:
     if row["model"].lower().startswith("wide-resnet"):
         raise Unusable("convolutions are not modelled, and the plan is not recorded")
     if layers and hidden:
-        # DLPerf's table of test cases has 96 channels in a head.
-        heads = row.whole("heads") or max(1, hidden // (96 if row.source.endswith("DLPerf") else 64))
-        # BERT's word pieces (Devlin et al. 2019) and GPT-2's, padded to a multiple of 128.
-        vocab = row.whole("vocab") or (30592 if "bert" in row["model"].lower() else 50304)
+        heads = row.whole("heads") or gpt_heads(hidden)
+        # BERT's word pieces (Devlin et al. 2019), padded as GPT-2's.
+        vocab = row.whole("vocab") or (30592 if "bert" in row["model"].lower() else _VOCABULARY)
         return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=vocab)
     billions = row.number("params_b")
     name = row["model"] if not billions else f"{row['model']}-{billions:g}b"
     named = named_transformer(row["model"]) or named_transformer(name)
-    if named is None and billions and row.source.startswith("alpa-projects") and row["model"] == "GPT":
-        named = alpa_gpt(billions)
-    if named is None and billions and row.source.endswith("bigscience"):
-        named = _bigscience(row, billions)
+    if named is None and billions and row["model"].upper() == "GPT":
+        named = _gpt(row, billions)
     if named is None:
         missing = "layers" if hidden else "hidden size" if layers else "layers and hidden size"
         raise Unusable(f"{missing} missing, and the sizes of {row['model']!r} are not known")
@@ -174,18 +183,20 @@ def _model(row: Row) -> Transformer:
 
 
 def _fewer(row: Row, named: Transformer, layers: int) -> dict[str, object]:
-    """A model cut to fewer layers has its plain MLPs in them only if it keeps layers of experts as well."""
+    """A model cut to fewer layers keeps its share of those with plain MLPs, rounded up, and one with experts."""
     if named.experts is None or layers == named.layers:
         return {}
-    if row.source.endswith("SimuMax"):
-        return {"experts": replace(named.experts, dense_layers=1)}  # MOE_LAYER_FREQ of its run_pretrain_deepseekv2.sh
-    return {"experts": replace(named.experts, dense_layers=0)} if named.experts.dense_layers >= layers else {}
+    plain = math.ceil(named.experts.dense_layers * layers / named.layers)
+    return {"experts": replace(named.experts, dense_layers=min(plain, layers - 1))}
 
 
-def _bigscience(row: Row, billions: float) -> Transformer | None:
+def _gpt(row: Row, billions: float) -> Transformer | None:
     """Sizes with that many parameters: a table's if known, or the nearest with layers that fill the stages evenly."""
-    vocab = 250880 if billions >= 170 else 50304
     given, stages = row.whole("hidden"), row.whole("pp") or 1
+    known = gpt_of_size(billions)
+    if known and not row["heads"] and given in (None, known.hidden) and known.layers % stages == 0:
+        return known
+    vocab = _VOCABULARY
     shapes = [
         (abs(math.log((12 * layers * hidden**2 + vocab * hidden) / (billions * 1e9))), hidden, layers)
         for hidden in ([given] if given else range(1024, 25601, 512))
@@ -206,9 +217,8 @@ def _bigscience(row: Row, billions: float) -> Transformer | None:
 
 def _planned_layout(row: Row, model: Transformer, machine: Machine, habits: Habits) -> Layout | None:
     """Plan that the model would have chosen where a planner did and the row does not say what; None for other rows."""
-    restriction = restriction_of(row["framework"]) if row.source.startswith("alpa-projects") else None
-    devices = row.whole("ngpu")
-    if not restriction or not devices:
+    restriction, devices = restriction_of(row["framework"]), row.whole("ngpu")
+    if not restriction or not devices or row["tp"] or row["dp"]:
         return None
     batch, sequence = row.whole("gbs") or ALPA_BATCH, row.whole("seq") or ALPA_SEQUENCE
     layout = best_layout(model, devices, machine, habits, restriction, batch, sequence)
@@ -222,12 +232,12 @@ def _layout(row: Row, model: Transformer) -> Layout:
     if not (row["tp"] or row["dp"]):
         raise Unusable("the layout (dp, tp, pp) is not recorded")
     dp = row.whole("dp") or _divided(row.whole("ngpu"), tp * pp * cp)
-    if not row["pp"] and row.source.endswith("bigscience"):
+    if not row["pp"]:
         raise Unusable("the pipeline's degree is not recorded")
     devices = row.whole("ngpu")
     if devices and dp and devices != dp * tp * pp * cp:
         raise Unusable("dp, tp, pp and cp do not make the number of devices")
-    sequence = row.whole("seq") or (2048 if row.source.endswith("sailor") else _sequence(row, model, dp))
+    sequence = row.whole("seq") or model.positions or _sequence(row, model, dp)
     if not dp or not sequence:
         raise Unusable("the number of devices or the sequence length is not recorded")
     microbatch, microbatches = _microbatches(row, dp, pp)
@@ -278,7 +288,7 @@ def _accumulated(row: Row, dp: int, stages: int, batch: int) -> int:
         return int(noted[1])
     if stages == 1:
         return 1  # only pipelines need more than one, and it is what frameworks do unless told
-    return 32 if row.source.endswith("DLPerf") else max(1, batch // dp)  # 32: its table of test cases
+    return max(1, batch // dp)
 
 
 def _virtual(row: Row, layers: int, stages: int) -> int:
@@ -296,10 +306,10 @@ def _zero(row: Row) -> int:
         return 2
     if word in ("1", "2", "3"):
         return int(word)
-    if row.source.endswith("bigscience") and not word:
-        return 1  # as its training scripts set it
-    # Megatron-Core's distributed optimizer is on in NeMo's and Megatron-Bridge's recipes and in the MLPerf submissions.
-    return 1 if re.search(r"bridge|nemo|mlperf|0\.14", row["framework"].lower()) else 0
+    # Megatron-Core's distributed optimizer is on in NeMo's and Megatron-Bridge's recipes and in the MLPerf submissions;
+    # of DeepSpeed's stages, the first goes with pipelines.
+    divided = r"bridge|nemo|mlperf|0\.14" if word else r"bridge|nemo|mlperf|0\.14|^megatron-deepspeed"
+    return 1 if re.search(divided, row["framework"].lower()) else 0
 
 
 def _recompute(row: Row) -> str:

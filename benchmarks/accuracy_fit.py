@@ -1,7 +1,7 @@
 """Fit the scalars of a machine to some of its rows, to be tested on the others.
 
-At most ten scalars (`training_model.prices.Scalars`) are fitted to the rows of one source on one machine, however many
-there are: what minimizes, over the logarithms x of the scalars,
+At most ten scalars (`training_model.prices.Scalars`) are fitted to the rows of one site, however many there are: what
+minimizes, over the logarithms x of the scalars,
 
     Σ over rows of ρ(ln(predicted / measured) / noise) + Σ over scalars of (x / width)²
 
@@ -12,12 +12,17 @@ start is the machine file, the method deterministic.
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.accuracy_cases import Case
+from benchmarks.accuracy_report import Evaluated, Predicted
+from benchmarks.accuracy_rows import SOURCES
+from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import SCALARS, Rates, Scalars, rates_of
 from benchmarks.training_model.step import StepTime, step_time
 
@@ -42,6 +47,56 @@ LONGEST_FIXED_S = 0.1
 """The fixed time of a step, of the optimizer's synchronizations and the data's loading; its width is half of it."""
 
 
+def evaluated_runs(
+    cases: Sequence[Case], fraction: float | None, *, leave_out: bool
+) -> tuple[list[Evaluated], dict[str, Scalars]]:
+    """The predictions of runs with scalars fitted to that fraction of the rows of each site, and these by site.
+
+    With `leave_out`, they are predicted by what is fitted to those rows of other sources on their machine, too.
+    """
+    sites: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        sites[case.site].append(case)
+    evaluated: list[Evaluated] = []
+    scalars: dict[str, Scalars] = {}
+    for site, here in sorted(sites.items()):
+        plain = _predictions(here, Scalars())
+        if not fraction:
+            evaluated += [Evaluated(plain=each) for each in plain]
+            continue
+        fitted = chosen_for_fit(here, fraction)
+        scalars[site] = fitted_scalars([case for case in here if case.row.line in fitted])
+        evaluated += [
+            Evaluated(plain=before, calibrated=after, fitted=before.case.row.line in fitted)
+            for before, after in zip(plain, _predictions(here, scalars[site]))
+        ]
+    if fraction and leave_out:
+        lines = {each.row.line for each in evaluated if each.fitted}
+        evaluated = _with_left_out(evaluated, [case for case in cases if case.row.line in lines])
+    return sorted(evaluated, key=lambda each: each.row.line), scalars
+
+
+def _with_left_out(evaluated: Sequence[Evaluated], known: Sequence[Case]) -> list[Evaluated]:
+    groups: defaultdict[tuple[str, str], list[Evaluated]] = defaultdict(list)
+    for each in evaluated:
+        groups[each.row.source, each.plain.case.machine.name].append(each)
+    found: list[Evaluated] = []
+    for (source, machine), here in groups.items():
+        scalars = fitted_scalars([case for case in known if case.row.source != source and case.machine.name == machine])
+        predictions = _predictions([each.plain.case for each in here], scalars)
+        found += [replace(each, left_out=left_out) for each, left_out in zip(here, predictions)]
+    return found
+
+
+def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
+    times = predicted_times(cases, scalars)
+    peaks = [peak_memory(case.model, case.layout, case.habits) for case in cases]
+    return [
+        Predicted(case=case, step_s=time.total_s, peak_bytes=peak.total_bytes, tensor_bytes=peak.tensor_bytes)
+        for case, time, peak in zip(cases, times, peaks)
+    ]
+
+
 def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
     """The lines of that fraction of the cases, evenly among them in the order of what was run, not of what it took."""
     usable = sorted((case for case in cases if case.measured_s is not None), key=_configuration)
@@ -58,7 +113,7 @@ def _configuration(case: Case) -> tuple[object, ...]:
 
 
 def _digest(case: Case) -> str:
-    told = (text for name, text in case.row.cells if name not in MEASURED)
+    told = (text for name, text in case.row.cells if name not in MEASURED | SOURCES)
     return hashlib.sha256("|".join(told).encode()).hexdigest()
 
 

@@ -65,20 +65,20 @@ PYTORCH = Habits(
 """Any other framework, as PyTorch runs a transformer; a row's kernel says what differs."""
 PARAX = replace(XLA, dtype="float16", flash=False, overlaps=False, causal_half=False)
 
-# Pattern of "framework | source" in lower case -> habits.
+# Pattern of the framework in lower case -> habits.
 FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"^sailor\(megatron-deepspeed\)", SAILOR),
-    (r"^megatron-deepspeed", MEGATRON_2021),
-    (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
+    (r"^megatron-deepspeed|^zero-3$", MEGATRON_2021),
+    # No release of Megatron-Core is named.
+    (r"^megatron(-lm)?( v2\.\d+| ptd-p)?$", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
-    (r"megatron-lm v2\.4|megatron-lm \| oneflow", MEGATRON_2021),
     # SimuMax docs/b200/b200_real_repro_guide.md: nothing overlaps.
-    (r"megatron-lm 0\.14", replace(MEGATRON_CORE, overlaps_products=False, overlaps=False)),
+    (r"^megatron-lm 0\.14", replace(MEGATRON_CORE, overlaps_products=False, overlaps=False)),
     (r"megatron-bridge", MEGATRON_CORE),
     (r"nemo pretrain|mlperf training", MEGATRON_CORE),
     (r"composer fsdp", FSDP),
     (r"maxtext", XLA),
-    (r"parax|^megatron \| alpa", PARAX),
+    (r"^parax", PARAX),
 )  # fmt: skip
 
 # Pattern of a JAX program's software in lower case -> what it sets for the compiler.
@@ -107,30 +107,11 @@ MACHINES: tuple[tuple[str, str], ...] = (
 )
 
 
-# Pattern of "hardware | source" in lower case -> bytes per second that one device sends between hosts, where a cluster
-# has another network than the machine's data sheet: a host's links by its devices, 0.96 of it as in machines' files.
-NETWORKS: tuple[tuple[str, float], ...] = (
-    (r"vtrain", 0.96 * 800e9 / 8 / 8),  # VIA-Research/vTrain src/config.py: 800 Gb/s of a host of 8 A100
-    # Oneflow-Inc/DLPerf Megatron-LM/README.md: one EDR InfiniBand card of a host of 8 V100, which six of them reach
-    # through the processors; 0.7 of it: estimate.
-    (r"dlperf", 0.7 * 100e9 / 8 / 8),
-    (r"a100.*bigscience", 0.96 * 400e9 / 8 / 8),  # Jean Zay: 4 Omni-Path links of 100 Gb/s of a host of 8 A100
-    (r"v100.*bigscience", 0.96 * 400e9 / 8 / 4),  # Jean Zay: as many of a host of 4 V100
-)  # fmt: skip
-
-
-def network_of(hardware: str, source: str) -> float | None:
-    """Bytes per second that one device of a cluster sends between hosts, or None if it is as the machine says."""
-    name = f"{hardware} | {source}".lower()
-    return next((rate for pattern, rate in NETWORKS if re.search(pattern, name)), None)
-
-
-def habits_of(framework: str, source: str) -> Habits | None:
+def habits_of(framework: str) -> Habits | None:
     """The habits of a framework, those of PyTorch if it is unknown, or None if it is not named."""
     if not framework:
         return None
-    name = f"{framework} | {source}".lower()
-    return next((habits for pattern, habits in FRAMEWORKS if re.search(pattern, name)), PYTORCH)
+    return next((habits for pattern, habits in FRAMEWORKS if re.search(pattern, framework.lower())), PYTORCH)
 
 
 def compiler_settings_of(stack: str, notes: str) -> CompilerSettings:

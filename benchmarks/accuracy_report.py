@@ -9,11 +9,11 @@ pairs       of rows of one cell whose measured times differ by more than 5 %; pa
 labels      out of memory or not, of the rows that say; false_feasible ran out of memory and was called feasible
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +83,55 @@ class Predicted:
         """Relative and signed; the case must have been measured."""
         assert self.case.measured_s is not None
         return self.step_s / self.case.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The predictions of a row: with the machine file alone, and with scalars where any were fitted."""
+
+    plain: Predicted
+    calibrated: Predicted | None = None
+    left_out: Predicted | None = None
+    """With scalars fitted to rows of other sources on the machine."""
+    fitted: bool = False
+    """The row is one that scalars were fitted to: it is not tested."""
+
+    @property
+    def row(self) -> Row:
+        return self.plain.case.row
+
+    @property
+    def best(self) -> Predicted:
+        return self.calibrated or self.plain
+
+
+def figures(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
+    """Return the figures of the rows that nothing was fitted to: those of the best predictions, and of the others."""
+    tested = [each for each in evaluated if not each.fitted]
+    report: dict[str, Any] = summary([each.best for each in tested])
+    if any(each.calibrated for each in evaluated):
+        report |= {
+            "fitted_rows": len(evaluated) - len(tested),
+            "uncalibrated": summary([each.plain for each in tested]),
+        }
+    left_out = [each.left_out for each in tested if each.left_out]
+    return report | {"left_out": summary(left_out)} if left_out else report
+
+
+def by_source(evaluated: Sequence[Evaluated]) -> dict[str, list[Evaluated]]:
+    found: defaultdict[str, list[Evaluated]] = defaultdict(list)
+    for each in evaluated:
+        found[each.row.source].append(each)
+    return dict(sorted(found.items()))
+
+
+def without_the_largest(evaluated: Sequence[Evaluated]) -> dict[str, Any] | None:
+    """Return the figures without the source that more than half of the rows are of, if there is one among others."""
+    sizes = Counter(each.row.source for each in evaluated)
+    if len(sizes) < 2 or 2 * max(sizes.values()) <= len(evaluated):
+        return None
+    largest = max(sizes, key=lambda source: sizes[source])
+    return {"largest": largest, **figures([each for each in evaluated if each.row.source != largest])}
 
 
 def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:

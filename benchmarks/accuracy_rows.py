@@ -40,7 +40,7 @@ STEP_WORDS = frozenset((
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of one kind of file: those that are not words hold numbers, `source` says where a row is from."""
+    """The columns of one kind of file: those that are not words hold numbers, `source` may say where a row is from."""
 
     names: tuple[str, ...]
     words: frozenset[str]
@@ -49,6 +49,9 @@ class Columns:
 
 RUNS = Columns(names=COLUMNS, words=WORDS, source="src")
 STEPS = Columns(names=STEP_COLUMNS, words=STEP_WORDS, source="source")
+SOURCES = frozenset((RUNS.source, STEPS.source))
+NO_SOURCE = "no source"
+"""The label of rows that do not say where they are from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,8 @@ class Row:
 
     @cached_property
     def digest(self) -> str:
-        """A name of the row by its cells, wherever it stands in the file."""
-        return hashlib.sha256(repr([text for _, text in self.cells]).encode()).hexdigest()
+        """A name of the row by its cells but the source, wherever it stands in the file."""
+        return hashlib.sha256(repr([text for name, text in self.cells if name not in SOURCES]).encode()).hexdigest()
 
     def number(self, column: str) -> float | None:
         """The number in a column, or None if there is none."""
@@ -77,15 +80,16 @@ class Row:
         return None if number is None else round(number)
 
     @property
+    def name(self) -> str:
+        """The row's id, or where it stands."""
+        return dict(self.cells).get("id") or f"line {self.line}"
+
+    @property
     def source(self) -> str:
-        """The source as the row names it; of a run the repository, for vTrain with the file, a different experiment."""
+        """The source as the row names it, of a run the repository: a label, which nothing that is predicted reads."""
         cells = dict(self.cells)
-        if STEPS.source in cells:
-            return cells[STEPS.source]
-        repository, _, place = cells[RUNS.source].partition(":")
-        if repository.endswith("/vTrain"):
-            return f"vTrain:{place.partition('#')[0]}"
-        return repository
+        named = cells[STEPS.source] if STEPS.source in cells else cells[RUNS.source].partition(":")[0]
+        return named or NO_SOURCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +155,4 @@ def _problem(cells: dict[str, str | None], columns: Columns) -> str | None:
             return f"has {text!r} in column {name}, where a number must be"
         if not math.isfinite(number) or number < 0:
             return f"has {text!r} in column {name}, where a finite number of at least 0 must be"
-    if not (cells[columns.source] or "").strip():
-        return f"does not say its source (column {columns.source})"
     return None

@@ -1,6 +1,7 @@
 """Sizes of models that measurements name, each with its source."""
 
 import re
+from dataclasses import replace
 
 from benchmarks.training_model.models import Experts, Transformer
 
@@ -64,9 +65,9 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
     (r"mpt-13b", _gpt(40, 5120, 40, vocab=50368)),
     (r"mpt-30b", _gpt(48, 7168, 56, vocab=50368)),
     (r"mpt-70b", _gpt(80, 8192, 64, vocab=50368)),
-    # OPT (Zhang et al. 2022) and GPT-Neo (EleutherAI's config.json).
-    (r"opt-350m", _gpt(24, 1024, 16, vocab=50272)),
-    (r"gpt-neo-2\.7b", _gpt(32, 2560, 20, vocab=50257)),
+    # OPT (Zhang et al. 2022) and GPT-Neo (EleutherAI's config.json), with their max_position_embeddings.
+    (r"opt-350m", replace(_gpt(24, 1024, 16, vocab=50272), positions=2048)),
+    (r"gpt-neo-2\.7b", replace(_gpt(32, 2560, 20, vocab=50257), positions=2048)),
     # Mixtral (Jiang et al. 2024).
     (
         r"mixtral-8x7b",
@@ -134,8 +135,9 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
 )  # fmt: skip
 
 
-# Alpa's GPT (alpa benchmark/alpa/suite_manual_gpt.py), by billions of parameters: layers, hidden size, heads.
-ALPA_GPT = {
+# GPTs that benchmarks train (Narayanan et al. 2021, table 1; alpa-projects/alpa, benchmark/alpa/suite_manual_gpt.py):
+# billions of parameters -> layers, hidden size, heads.
+GPTS = {
     0.35: (24, 1024, 16),
     0.76: (24, 1536, 16),
     1.3: (24, 2048, 32),
@@ -147,10 +149,19 @@ ALPA_GPT = {
 }
 
 
-def alpa_gpt(billions: float) -> Transformer | None:
-    """Alpa's GPT of about that many parameters, or None if there is none."""
-    near = min(ALPA_GPT, key=lambda each: abs(each / billions - 1))
-    return _gpt(*ALPA_GPT[near], tied=False) if abs(near / billions - 1) < 0.04 else None
+# Heads of published GPTs by hidden size (Brown et al. 2020, table 2.1; Narayanan et al. 2021, table 1).
+GPT_HEADS = {1536: 16, 2304: 24, 2560: 32, 3072: 32, 4096: 32, 6144: 48, 8192: 64, 10240: 80, 12288: 96, 16384: 128}
+
+
+def gpt_of_size(billions: float) -> Transformer | None:
+    """The GPT of about that many parameters that benchmarks train, or None if there is none."""
+    near = min(GPTS, key=lambda each: abs(each / billions - 1))
+    return _gpt(*GPTS[near], tied=False) if abs(near / billions - 1) < 0.04 else None
+
+
+def gpt_heads(hidden: int) -> int:
+    """Heads of a GPT of that hidden size: those of a published one, or one for 64 channels."""
+    return GPT_HEADS.get(hidden) or max(1, hidden // 64)
 
 
 def named_transformer(name: str) -> Transformer | None:

@@ -45,6 +45,8 @@ class Transformer:
     latent_ranks: tuple[int, int] = (0, 0)
     """Ranks of the queries and of the keys and values in multi-head latent attention; 0 without."""
     experts: Experts | None = None
+    positions: int = 0
+    """The longest sequence, where positions are a learnt table; 0 if that is not known."""
 
     @property
     def width(self) -> int:

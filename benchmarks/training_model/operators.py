@@ -28,6 +28,8 @@ class Product:
     """The smallest of the three sizes: narrow products fill fewer tiles, and read each factor for less work."""
     attention: bool = False
     """One fused kernel of attention, in 2-byte types."""
+    aligned: bool = True
+    """All of its sizes are multiples of what a load of 16 bytes holds."""
     head: bool = False
     """Logits: in 2-byte types where other products are in FP8."""
     routed: bool = False
@@ -233,7 +235,9 @@ def head(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, 
     """Logits and cross entropy, forward and backward: the logits are passed over in float32."""
     n, h, t = layout.tokens, model.hidden, layout.tp
     columns = model.vocab / t
-    logits = replace(product(n, h, columns, 2 if habits.frozen else 3), head=True)
+    # A vocabulary that is divided is padded so that each device has as much of it.
+    aligned = t > 1 or model.vocab % 8 == 0
+    logits = replace(product(n, h, columns, 2 if habits.frozen else 3), head=True, aligned=aligned)
     read = (24 if habits.compiled else 56) * n * columns
     passes = Pass(nbytes=read, kernels=4 if habits.compiled else 24, exact=True)
     found: tuple[Operator, ...] = (logits, passes, Pass(nbytes=20 * n * h, kernels=4))

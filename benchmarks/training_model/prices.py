@@ -31,6 +31,9 @@ PARTIAL = 0.1
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
 WHOLE_GROUP = 8
 
+UNALIGNED = 0.4
+"""Of the rate of products, where a size is no multiple of 8, that rows of GPTs with 50,257 words on one device show."""
+
 HALF_WIDTH = 128
 """Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
 
@@ -150,7 +153,7 @@ def _product_s(each: Product, rates: Rates) -> float:
     dtype = "bfloat16" if habits.dtype == "fp8" and (each.attention or each.head) else habits.dtype
     if each.attention:
         return rates.machine.matmul_s(each.flops / habits.attention_share, each.nbytes, dtype)
-    share = each.narrowest / (each.narrowest + HALF_WIDTH)
+    share = each.narrowest / (each.narrowest + HALF_WIDTH) * (1 if each.aligned else UNALIGNED)
     if each.backward and rates.machine.kind in HOPPER:
         share *= HOPPER_BACKWARD.get(dtype, 1.0)
     work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
