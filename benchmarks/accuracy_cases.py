@@ -46,9 +46,18 @@ class Case:
     @property
     def site(self) -> str:
         """What ran the step, of any release, on one host or several of a hardware: these are calibrated together."""
+        return f"{self._setting} of {self.row['hw']}"
+
+    @property
+    def kind_of_site(self) -> str:
+        """The site, whatever the hardware is called there."""
+        return f"{self._setting} of {self.machine.name}"
+
+    @property
+    def _setting(self) -> str:
         executor = re.sub(r"[^a-z-].*", "", self.row["framework"].lower())
         hosts = "several hosts" if self.layout.devices > self.machine.domain else "one host"
-        return f"{executor} on {hosts} of {self.row['hw']}"
+        return f"{executor} on {hosts}"
 
     @property
     def cell(self) -> tuple[object, ...]:
@@ -194,7 +203,8 @@ def _gpt(row: Row, billions: float) -> Transformer | None:
     """Sizes with that many parameters: a table's if known, or the nearest with layers that fill the stages evenly."""
     given, stages = row.whole("hidden"), row.whole("pp") or 1
     known = gpt_of_size(billions)
-    if known and not row["heads"] and given in (None, known.hidden) and known.layers % stages == 0:
+    agrees = known and row.whole("heads") in (None, known.heads) and given in (None, known.hidden)
+    if known and agrees and known.layers % stages == 0:
         return known
     vocab = _VOCABULARY
     shapes = [

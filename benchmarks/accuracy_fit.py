@@ -12,7 +12,7 @@ start is the machine file, the method deterministic.
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,9 +54,11 @@ def evaluated_runs(
 
     With `leave_out`, they are predicted by what is fitted to those rows of other sources on their machine, too.
     """
+    # Sites too small for one row to be a fraction of theirs are taken together, by the kind of machine.
+    sizes = Counter(case.site for case in cases)
     sites: defaultdict[str, list[Case]] = defaultdict(list)
     for case in cases:
-        sites[case.site].append(case)
+        sites[case.site if sizes[case.site] * (fraction or 1) >= 1 else case.kind_of_site].append(case)
     evaluated: list[Evaluated] = []
     scalars: dict[str, Scalars] = {}
     for site, here in sorted(sites.items()):

@@ -10,7 +10,8 @@ several stages within the memory, as the search of such rows takes none that doe
 alpa/pipeline_parallel/stage_profiling.py, `max_n_succ_stages`). On two axes, that search has the examples along the
 first always (alpa/shard_parallel/auto_sharding.py, `force_batch_dim_to_mesh_dim`), which are degrees: replicas, weights
 divided along the second axis, and the state along the first, as all of them prefer (benchmark/alpa/exp_intra_only.py).
-What cannot be written so is `Unusable`, with the reason.
+Unequal stages, as a row's notes list them, have their layers and devices of it, and layouts that are searched
+(`PipelineParallel`). What cannot be written so is `Unusable`, with the reason.
 
 ZeRO 2 over microbatches adds up whole gradients. Where the update is a program of its own, as in these rows, no
 compiler joins their sum with the division behind it: it is an all-reduce, and the parameters are gathered beside it
@@ -45,7 +46,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Auto, Cluster, Megatron
+from autopar import Auto, Cluster, Megatron, PipelineParallel
 from autopar.aot import Traced
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError
@@ -90,6 +91,15 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Layers [start, stop) of a model on a submesh of so many devices."""
+
+    start: int
+    stop: int
+    devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Degrees:
     """Plan of a row, as far as the row gives it; `mesh` is given where layouts are searched or pinned."""
 
@@ -104,9 +114,13 @@ class Degrees:
     searched: bool
     gathers_apart: bool
     """Parameters are gathered for the backward pass although they were for what is computed again."""
+    stages: tuple[Stage, ...] = ()
+    """Of unequal stages, each; empty for equal ones."""
 
     @property
     def devices(self) -> int:
+        if self.stages:
+            return sum(stage.devices for stage in self.stages)
         return self.data * self.fsdp * self.tensor * self.pipeline
 
     @property
@@ -340,14 +354,21 @@ _SIZES: Mapping[str, Callable[[Row, bool], Any]] = {"gpt": _gpt, "moe": _moe, "w
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
+def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto | PipelineParallel:
     """Return the method that plans a workload as a row says."""
     common: dict[str, Any] = {
         "num_microbatches": degrees.num_microbatches,
         "schedule": degrees.schedule,
         "batch_statistics": workload.batch_statistics,
-        "time_limit_s": _TIME_LIMIT_S,
     }
+    if degrees.stages:
+        return PipelineParallel(
+            layers=[[stage.start, stage.stop] for stage in degrees.stages],
+            submeshes=[(1, stage.devices) for stage in degrees.stages],
+            layouts="search",
+            **common,
+        )
+    common |= {"time_limit_s": _TIME_LIMIT_S}
     if degrees.mesh is None:
         return Megatron(
             data=degrees.data * degrees.fsdp,
@@ -396,8 +417,7 @@ def _degrees(row: Row, devices: int) -> Degrees:
         if (row.number(column) or 1) > 1:
             raise Unusable(f"divides the {column} among devices, which no method does by degrees")
     searched = row["complete"] == "search"
-    if _uneven(row["notes"]):
-        raise Unusable("has stages on different numbers of devices")
+    stages = _stages(row)
     degree = {name: row.whole(name) for name in ("data", "fsdp", "tensor", "pipeline")}
     pipeline = degree["pipeline"] or 1
     mesh = _mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree)
@@ -415,6 +435,7 @@ def _degrees(row: Row, devices: int) -> Degrees:
         zero=zero,
         mesh=mesh,
         searched=searched,
+        stages=stages,
         gathers_apart=zero == 3 and _recomputed(row) and _year(row["stack"]) < _GATHERS_ARE_SHARED,
     )
     if not searched and found.devices != devices:
@@ -446,10 +467,17 @@ def _year(stack: str) -> int:
     return int(found[1]) if found else _PRESENT
 
 
-def _uneven(notes: str) -> bool:
-    """True if the stages that the notes list differ in devices or in layers."""
-    stages = re.findall(r"(\d+)-(\d+) on (\d+)x(\d+)", notes)
-    return len({(int(b) - int(a), c, d) for a, b, c, d in stages}) > 1
+def _stages(row: Row) -> tuple[Stage, ...]:
+    """The stages that the notes list, where they differ in devices or in layers; none where they are equal."""
+    noted = re.findall(r"(\d+)-(\d+) on (\d+)x(\d+)", row["notes"])
+    pieces = [(int(first), int(last) + 1, int(rows) * int(columns)) for first, last, rows, columns in noted]
+    if len({(stop - start, devices) for start, stop, devices in pieces}) <= 1:
+        return ()
+    piece = re.search(r"pieces of (\d+) layers", row["notes"])
+    if piece is None or max(devices for _, _, devices in pieces) > Machine.named(row["machine"]).devices_per_host:
+        raise Unusable("has unequal stages of parts that it does not size, or of several hosts")
+    size = int(piece[1])
+    return tuple(Stage(start=size * start, stop=size * stop, devices=devices) for start, stop, devices in pieces)
 
 
 def _whole(row: Row, column: str) -> int:

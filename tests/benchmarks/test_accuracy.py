@@ -96,14 +96,10 @@ def test_a_note_that_counts_no_microbatches_is_not_believed(note):
 
 
 @pytest.mark.parametrize(
-    ("src", "note", "dtype", "gradient_bytes"),
-    [
-        ("bigscience-workshop/bigscience:prequel.md#L1", "02-25", "float16", 2.0),
-        ("bigscience-workshop/bigscience:prequel.md#L2", "02-28", "bfloat16", 6.0),
-    ],
+    ("note", "dtype", "gradient_bytes"), [("02-25", "float16", 2.0), ("02-28", "bfloat16", 6.0), ("", "float16", 2.0)]
 )
-def test_runs_before_the_switch_to_bf16_hold_gradients_in_two_bytes(src, note, dtype, gradient_bytes):
-    habits = case_of(row(src=src, note=note)).habits
+def test_runs_before_the_switch_to_bf16_hold_gradients_in_two_bytes(note, dtype, gradient_bytes):
+    habits = case_of(row(note=note)).habits
     assert (habits.dtype, habits.gradient_bytes) == (dtype, gradient_bytes)
 
 
@@ -115,15 +111,59 @@ def test_learnt_sinks_of_attention_were_not_fused_in_the_releases_that_trained_i
     assert case_of(row(**cells)).habits.flash
 
 
-@pytest.mark.parametrize(
-    ("src", "gigabytes_s"),
-    [
-        ("VIA-Research/vTrain:data/ground_truth_multi.csv", 12.0),  # 800 Gb/s of 8 devices, 0.96 of it
-        ("someone/else:a.csv", 24.0),  # the DGX A100's own
-    ],
+@pytest.mark.parametrize(("per_host", "gigabytes_s"), [("8", 24.0), ("4", 48.0)])
+def test_the_devices_of_a_host_share_its_network(per_host, gigabytes_s):
+    assert case_of(row(gpus_per_node=per_host)).machine.inter.bandwidth == pytest.approx(gigabytes_s * 1e9)
+
+
+_KINDS: tuple[dict[str, str], ...] = (
+    {"src": "VIA-Research/vTrain:data/ground_truth_multi.csv", "dp": "8", "ngpu": "32"},
+    {"src": "bigscience-workshop/bigscience:a.md", "layers": "", "hidden": "", "params_b": "181", "note": "02-25"},
+    {"src": "bigscience-workshop/bigscience:a.md", "note": "02-28", "hw": "V100-32GB", "gpus_per_node": "4"},
+    {"src": "Oneflow-Inc/DLPerf:a.md", "framework": "Megatron-LM v2.4", "heads": "", "mbs": "", "hw": "V100-16GB"},
+    {"src": "Oneflow-Inc/libai:a.md", "framework": "Megatron-LM", "hw": "V100-32GB"},
+    {"src": "MooreThreads/SimuMax:a.json", "framework": "Megatron-LM 0.14", "model": "deepseekv3", "hw": "B200"},
+    {"src": "cli99/llm-analysis:a.sh", "framework": "ZeRO-3", "zero": "3", "hw": "A100-80GB Selene"},
+    {
+        "src": "eth-easl/sailor:a",
+        "framework": "Sailor(Megatron-DeepSpeed)",
+        "model": "OPT-350M",
+        "layers": "",
+        "hidden": "",
+        "seq": "",
+        "hw": "GH-96",
+    },
+    {"src": "alpa-projects/alpa@osdi22_artifact:a.tsv", "framework": "megatron", "tp": "", "dp": "", "pp": ""},
+    {
+        "src": "mosaicml/llm-foundry:a.md",
+        "framework": "Composer FSDP bf16",
+        "zero": "FULL_SHARD",
+        "pp": "1",
+        "ngpu": "4",
+    },
 )
-def test_a_cluster_has_the_network_that_its_authors_name(src, gigabytes_s):
-    assert case_of(row(src=src)).machine.inter.bandwidth == pytest.approx(gigabytes_s * 1e9)
+
+
+@pytest.mark.parametrize("cells", _KINDS, ids=[each["src"].partition(":")[0] for each in _KINDS])
+def test_a_row_is_predicted_alike_without_its_source(cells):
+    named, unnamed = case_of(row(**cells)), case_of(row(**{**cells, "src": ""}))
+    assert replace(named, row=unnamed.row) == unnamed
+    assert predicted_times([named], Scalars()) == predicted_times([unnamed], Scalars())
+    assert (named.counts_tensors, named.site) == (unnamed.counts_tensors, unnamed.site)
+
+
+def test_a_file_without_sources_has_the_same_predictions(tmp_path):
+    rows = [{**GPT_ROW, **each} for each in _KINDS for _ in range(3)]
+    found = []
+    for name, sources in (("with", {}), ("without", {"src": ""})):
+        path = write(tmp_path / f"{name}.csv", [{**each, **sources} for each in rows])
+        run("--measurements", str(path), "--calibrate", "0.4", "--rows", "--json", str(tmp_path / "out.json"))
+        found.append(json.loads((tmp_path / "out.json").read_text()))
+    first, second = (
+        [(each["line"], each["predicted_s"], each["fitted"]) for each in one["predictions"]] for one in found
+    )
+    assert first == second
+    assert found[0]["all"] == found[1]["all"] and set(found[1]["sources"]) == {"no source"}
 
 
 def test_the_step_follows_from_flops_as_megatron_counts_them():
@@ -281,15 +321,17 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     path = write(tmp_path / "rows.csv", rows)
     run("--measurements", str(path), "--calibrate", "0.25", "--rows", "--json", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
-    figures = report["sources"]["vTrain:data/ground_truth_single.csv"]
+    figures = report["sources"]["VIA-Research/vTrain"]
     assert (figures["rows"], figures["fitted_rows"], figures["cells"]) == (3, 1, 1)
     assert figures["uncalibrated"]["rows"] == 3
     assert report["all"]["uncalibrated"] == figures["uncalibrated"]
     assert report["skipped"] == [
         {
-            "source": "vTrain:data/ground_truth_single.csv",
+            "source": "VIA-Research/vTrain",
             "reason": "no machine file for the hardware 'abacus'",
             "rows": 1,
+            "lines": [6],
+            "ids": ["line 6"],
         }
     ]
     assert [each["line"] for each in report["unreadable"]] == [7]
@@ -310,7 +352,7 @@ def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(
     report = json.loads((tmp_path / "out.json").read_text())
     assert {source: figures["rows"] for source, figures in report["sources"].items() if figures["rows"]} == {
         "newest/place": 1,
-        "vTrain:data/ground_truth_single.csv": 1,
+        "VIA-Research/vTrain": 1,
     }
     assert sum(each["rows"] for each in report["skipped"]) == 3
     assert [each["line"] for each in report["unreadable"]] == [7]
@@ -319,10 +361,11 @@ def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(
         assert part in said
 
 
-def test_a_source_that_is_left_out_has_neither_its_name_nor_its_rows(tmp_path):
+def test_a_source_that_is_left_out_is_predicted_by_the_rows_of_others(tmp_path, capsys):
     degrees = [("2", "2", "2", ".22"), ("4", "2", "1", ".25"), ("2", "4", "1", ".31"), ("8", "1", "1", ".3")]
     rows = [{**GPT_ROW, "dp": dp, "tp": tp, "pp": pp, "step_s": step_s} for dp, tp, pp, step_s in degrees]
-    others = [{**each, "src": "new/place:a.csv", "step_s": str(2 * float(each["step_s"]))} for each in rows]
+    new = {"src": "new/place:a.csv", "framework": "Megatron-LM"}
+    others = [{**each, **new, "step_s": str(2 * float(each["step_s"]))} for each in rows]
     path = write(tmp_path / "rows.csv", [*rows, *others])
 
     def figures(*options: str) -> dict[str, dict[str, float]]:
@@ -330,12 +373,22 @@ def test_a_source_that_is_left_out_has_neither_its_name_nor_its_rows(tmp_path):
         return json.loads((tmp_path / "out.json").read_text())["sources"]
 
     first, second = figures("--leave-out", "--calibrate", "0.5").values()
-    assert first["rows"] == second["rows"] == 4
     # Sorted by name: that which took twice as long is predicted by the other, and the other way round.
-    assert first["bias"] < second["bias"]
-    # Its authors name the network of vTrain's hosts, which nobody knows of a source that was never seen.
-    path = write(tmp_path / "rows.csv", [{**each, "ngpu": "16", "dp": str(2 * int(each["dp"]))} for each in rows])
-    assert figures() != figures("--leave-out")
+    assert first["left_out"]["bias"] > first["bias"] and second["left_out"]["bias"] < second["bias"]
+    assert "unseen" in capsys.readouterr().out
+    assert figures() == figures("--leave-out")
+    assert "No rule asks for a source" in capsys.readouterr().out
+
+
+def test_the_figures_without_the_source_of_most_rows_are_told_beside_those_of_all(tmp_path, capsys):
+    others = [{**GPT_ROW, "src": f"{name}/place:a.csv"} for name in ("new", "newer")]
+    path = write(tmp_path / "rows.csv", [*others, *[{**GPT_ROW, "gbs": gbs} for gbs in ("32", "64", "96")]])
+    run("--measurements", str(path), "--json", str(tmp_path / "out.json"))
+    rest = json.loads((tmp_path / "out.json").read_text())["all_but_the_largest_source"]
+    assert (rest["largest"], rest["rows"]) == ("VIA-Research/vTrain", 2)
+    assert "all but vTrain" in capsys.readouterr().out
+    run("--measurements", str(write(path, [*others, GPT_ROW])), "--json", str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["all_but_the_largest_source"] is None
 
 
 @pytest.mark.parametrize("fraction", ["0", "1", "-0.5", "nan"])
@@ -359,6 +412,7 @@ ALPA_ROW = {
     "gbs": "1024",
     "layers": "",
     "hidden": "",
+    "heads": "",
     "step_s": "60",
 }
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Auto, Megatron
+from autopar import Auto, Megatron, PipelineParallel
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
 from benchmarks.accuracy import accuracy_report
@@ -61,7 +61,7 @@ def case(**cells: str) -> StepCase:
     return step_case_of(row(**cells))
 
 
-def method(**cells: str) -> Megatron | Auto:
+def method(**cells: str) -> Megatron | Auto | PipelineParallel:
     found = case(**cells)
     return method_of(workload_of(found.model), found.layout)
 
@@ -103,6 +103,16 @@ def test_what_was_searched_is_searched_on_the_mesh_of_the_row():
 def test_stages_that_were_searched_fit():
     found = method(devices="8", data="4", tensor="", pipeline="2", complete="search", notes="0-3 on 4x1, 4-7 on 4x1")
     assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages, found.memory) == ((4, 1), 2, "adaptive")
+
+
+def test_unequal_stages_have_the_layers_and_devices_of_the_row():
+    cells = {"layers": "4", "devices": "3", "pipeline": "2", "data": "", "tensor": "", "microbatches": "2"}
+    found = case(**cells, notes="stages in 2 pieces of 2 layers: 0-0 on 1x1, 1-1 on 2x1")
+    planned = method_of(workload_of(found.model), found.layout)
+    assert isinstance(planned, PipelineParallel) and planned.layouts == "search"
+    assert (planned.layers, planned.submeshes) == (((0, 2), (2, 4)), ((1, 1), (1, 2)))
+    equal = case(**{**cells, "devices": "2"}, notes="stages in 2 pieces of 2 layers: 0-0 on 1x1, 1-1 on 1x1")
+    assert equal.layout.stages == () and predicted(equal).step_s > predicted(found).step_s > 0
 
 
 def test_parameters_that_a_step_rounds_have_no_master_copy():
@@ -191,7 +201,8 @@ def test_experts_are_chosen_within_groups():
         ({"tensor": "4"}, "says degrees whose product is not its number of devices"),
         ({"head_dim": "64", "attention": "dot"}, "has heads that are not as wide as the model together"),
         ({"sequence": "2"}, "divides the sequence among devices"),
-        ({"notes": "stages: 0-1 on 1x1, 2-7 on 1x1"}, "stages on different numbers of devices"),
+        ({"notes": "stages: 0-1 on 1x1, 2-7 on 1x1"}, "unequal stages of parts that it does not size"),
+        ({"notes": "stages in 4 pieces of 2 layers: 0-2 on 2x1, 3-3 on 16x1"}, "or of several hosts"),
         ({**MOE, "top_k": "1"}, "no mixture of experts"),
         ({**RESNET, "layers": "34"}, "has the depth 34"),
         ({**RESNET, "model": "wresnet"}, "neither its width factor"),
@@ -225,7 +236,7 @@ def test_rows_are_predicted_by_the_compiler_and_counted_by_source(tmp_path: Path
     rows = [
         STEP_ROW,
         {**STEP_ROW, "data": "1", "tensor": "2", "step_s": "0.02"},
-        {**STEP_ROW, "source": "another", "complete": "no"},
+        {**STEP_ROW, "id": "small-3", "source": "", "complete": "no"},
         {**STEP_ROW, "oom": "1", "step_s": "", "peak_gib": "40"},
     ]
     path = tmp_path / "steps.csv"
@@ -239,10 +250,12 @@ def test_rows_are_predicted_by_the_compiler_and_counted_by_source(tmp_path: Path
     figures = report["sources"]["someone's log"]
     assert (figures["rows"], figures["pairs"], figures["oom_right"] + figures["oom_wrong"]) == (2, 1, 3)
     assert report["all"]["rows"] == 2 and len(report["predictions"]) == 3
-    assert [each["source"] for each in report["skipped"]] == ["another"]
+    assert [(each["source"], each["ids"], each["lines"]) for each in report["skipped"]] == [
+        ("no source", ["small-3"], [4])
+    ]
     with pytest.raises(InvalidArgument, match="priced from machine files alone"):
         accuracy_report(measurements, 0.2)
-    with pytest.raises(InvalidArgument, match="no rule of a source"):
+    with pytest.raises(InvalidArgument, match="no rule asks for one"):
         accuracy_report(measurements, None, leave_out=True)
 
 
