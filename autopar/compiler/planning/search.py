@@ -441,8 +441,10 @@ class _Search:
                         least_s.setdefault(number, seconds)
         if not least_s:
             return region.by_others_s
-        fewer, more = (n for n in least_s if n <= few), (n for n in least_s if n >= most)
-        near = range(max(fewer, default=few), min(more, default=most) + 1)
+        fewer, more = (n for n in least_s if n <= few), [n for n in least_s if n >= most]
+        if not more:
+            return region.by_others_s  # fewer and larger stages tell nothing of more and smaller ones
+        near = range(max(fewer, default=few), min(more) + 1)
         return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
 
     def unequal_s(self, region: Stages) -> float:
