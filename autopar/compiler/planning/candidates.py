@@ -118,14 +118,15 @@ class PipelineCandidate:
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
-    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch."""
+    """Return the numbers of microbatches to try: the one given, or all that divide the batch."""
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
     trace = problem.trace
     if not trace.batch_inputs:
         return [1]
     rows = trace.num_rows
-    return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+    small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
+    return sorted({*small, *(rows // count for count in small)})
 
 
 def worth_splitting(problem: StageProblem, num_microbatches: int) -> bool:

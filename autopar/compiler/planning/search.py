@@ -71,6 +71,8 @@ _MUCH_LESS = 0.9
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
+_UNLIKELY = "what other numbers of microbatches tell to be slower was not searched"
+"""Why a search ended with bounds below its best plan, where nothing stopped it."""
 _CLOCK = 5
 """Times the time limit, by which work is counted, after which the clock ends a search: a busy machine is as slow."""
 SimulatedTime = Callable[[Plan], float]
@@ -198,10 +200,11 @@ class _Search:
             self.best, self.best_s, self.best_in_words = self.beside
         if self.best is None:
             raise self.reason()
-        bound_s = min(self.best_s, self.closed_s)
+        bound_s, left_out = min(self.best_s, self.closed_s), False
         for region in self.open:
             if not isinstance(region, Completion) and region.bound_s < bound_s and self.space.is_there(region):
                 bound_s = region.bound_s
+                left_out = left_out or region.bound_s < _WORTH_LOOKING * self.best_s
         others = sorted(
             (seconds, words)
             for words, seconds in self.others.items()
@@ -212,7 +215,7 @@ class _Search:
             lower_bound_s=bound_s,
             tried=tuple(sorted(self.tried)),
             runners_up=tuple((words, seconds) for seconds, words in others[:_NUM_RUNNERS_UP]),
-            stopped=stopped,
+            stopped=stopped or _UNLIKELY * left_out,
             kinds=method.kinds or (),
         )
         return replace(self.best, certificate=certificate)

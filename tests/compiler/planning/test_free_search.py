@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.compiler.intra_op import plan_program
 from autopar.compiler.planning import one_mesh, search
-from autopar.compiler.planning.candidates import likely_times_s, stage_candidates, unequal_stages_s
+from autopar.compiler.planning.candidates import likely_times_s, microbatch_counts, stage_candidates, unequal_stages_s
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.space import Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
@@ -101,6 +101,28 @@ def test_freedom_costs_no_time(case):
             continue
         assert free_s <= 1.001 * seconds, method
         assert certificate.lower_bound_s <= seconds * (1 + 1e-9), method
+
+
+def test_stages_that_cannot_be_equal_are_not_told_by_fewer_that_can():
+    """Of three layers, two are on one device each: two equal stages of two devices wait for their slow links."""
+    link = Link(latency_s=1e-6, bandwidth=1e8, ramp_bytes=0.0)
+    lone = {"devices_per_host": 1, "domain": 1, "inter": link, "peak_flops": {"float32": 3e11}}
+    machine = dataclasses.replace(slow_links().machine, name="lone", kernel_s=1e-6, dispatch_s=1e-6, **lone)
+    cluster = autopar.Cluster(num_devices=4, machine=machine)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(1024, 768))
+    free = traced.plan(autopar.Auto()).plan
+    fixed = [traced.plan(autopar.Auto(num_microbatches=count)).plan for count in (32, 48, 64)]
+    assert free.num_stages == 3
+    least_s = min(each.certificate.step_time_s for each in fixed)
+    assert free.certificate.step_time_s <= 1.001 * least_s
+    assert free.certificate.lower_bound_s <= least_s
+    assert free.certificate.stopped == search._UNLIKELY
+
+
+def test_every_number_of_microbatches_is_in_the_space():
+    cluster = CASES["a small model"][1]
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 24))
+    assert microbatch_counts(problem_of(traced, cluster)) == [1, 2, 3, 4, 6, 8, 12, 24]
 
 
 def problem_of(traced, cluster, **fixed):
