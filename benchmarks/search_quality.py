@@ -1,6 +1,7 @@
 """Hold `Auto()` against its own restrictions and against plans by hand, all simulated: freedom must not cost time.
 
     python -m benchmarks.search_quality --models mlp gpt --clusters "1x dgx-h100" --json search_quality.json
+    python -m benchmarks.search_quality --models mlp lstm --clusters random:0 random:1 random:2
 
 Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
 to take. It fails where `Auto()` takes more than 1.001 of the time of a restriction or of a plan by hand. A method that
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +28,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.hardware.machine import Link, Machine
 from autopar.methods import Method
 from benchmarks.models import LARGE, MODELS
 from benchmarks.models.model import Model
@@ -39,20 +42,24 @@ CLUSTERS = (
     "gb200-nvl72:16",
     "tpu-v5p:64",
 )
-"""A machine with a number of devices, or hosts of it."""
+"""A machine with a number of devices, hosts of it, or `random` with a seed: a machine that nobody has."""
+RANDOM = "random"
 FREE = "Auto()"
 METHODS: Mapping[str, Method] = {
     FREE: autopar.Auto(),
     "one stage": autopar.Auto(num_stages=1),
     "one stage, 1 microbatch": autopar.Auto(num_stages=1, num_microbatches=1),
     "2 stages": autopar.Auto(num_stages=2),
+    "3 stages": autopar.Auto(num_stages=3),
     "4 stages": autopar.Auto(num_stages=4),
     "1 microbatch": autopar.Auto(num_microbatches=1),
     "4 microbatches": autopar.Auto(num_microbatches=4),
+    "8 microbatches": autopar.Auto(num_microbatches=8),
     "2 stages, 4 microbatches": autopar.Auto(num_stages=2, num_microbatches=4),
     "1f1b": autopar.Auto(schedule="1f1b"),
     "gpipe": autopar.Auto(schedule="gpipe"),
     "interleaved": autopar.Auto(schedule="interleaved"),
+    "eager-1f1b": autopar.Auto(schedule="eager-1f1b"),
     "zero-bubble": autopar.Auto(schedule="zero-bubble"),
     "all recomputed": autopar.Auto(remat=True),
     "nothing recomputed": autopar.Auto(remat=False),
@@ -111,11 +118,40 @@ def _models() -> dict[str, Model]:
 
 
 def cluster_of(name: str) -> autopar.Cluster:
-    """Return the cluster: `machine:devices`, or what `Cluster.parse` reads."""
+    """Return the cluster: `machine:devices`, `random:seed`, or what `Cluster.parse` reads."""
     machine, _, devices = name.partition(":")
+    if machine == RANDOM:
+        return random_cluster(int(devices))
     if not devices:
         return autopar.Cluster.parse(name)
     return autopar.Cluster(num_devices=int(devices), kind=machine)
+
+
+def random_cluster(seed: int) -> autopar.Cluster:
+    """Return one to four hosts of one to eight devices: rate, links and what it costs to start lie far apart."""
+    draw = random.Random(seed)
+    per_host = draw.choice((1, 2, 4, 8))
+    hosts = draw.choice((1, 2) if per_host == 8 else (2, 4))
+
+    def link(slowest: float, fastest: float) -> Link:
+        return Link(
+            latency_s=10 ** draw.uniform(-6, -4.5), bandwidth=10 ** draw.uniform(slowest, fastest), ramp_bytes=0
+        )
+
+    base, rate = Machine.named("p3.16xlarge"), 10 ** draw.uniform(9, 14)
+    machine = replace(
+        base,
+        name=f"{RANDOM} {seed}",
+        devices_per_host=per_host,
+        domain=per_host,
+        intra=link(9, 11.5),
+        inter=link(7, 9),
+        peak_flops=dict.fromkeys(base.peak_flops, rate),
+        dispatch_s=10 ** draw.uniform(-7, -4),
+        kernel_s=10 ** draw.uniform(-7, -5),
+        sources={},
+    )
+    return autopar.Cluster(num_devices=hosts * per_host, machine=machine)
 
 
 def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
