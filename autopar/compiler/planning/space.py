@@ -371,7 +371,9 @@ def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBo
         return None, None
     try:
         options = {"batch_statistics": method.batch_statistics, "random": method.random}
-        return KnownLayers.of(problem), step_bounds(trace, problem.hardware, **options)
+        given = problem.given_schedule
+        splits = given is None or given.splits_weight_gradients
+        return KnownLayers.of(problem), step_bounds(trace, problem.hardware, splits_weight_gradients=splits, **options)
     except (NotSplittable, Unsupported):
         if method.num_stages is not None or (method.num_microbatches or 1) > 1:
             raise

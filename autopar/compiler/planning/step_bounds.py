@@ -12,6 +12,7 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
 
     chain     stage s waits for those before it, and they for its last gradient:  T >= sum before s of t + M t_s, so
               T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
+              with t without the gradients of weights, for which no other stage waits, where these are tasks of their own
     work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
     lanes     every machine g, as stages or as one, runs a share of the microbatches, and one of them, h, all updates,
               which take its devices u_h together:  T >= (1 + u_h / (M k_h + w_h)) / sum over g of D_g / (M k_g + w_g)
@@ -25,8 +26,9 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
@@ -81,6 +84,8 @@ class StepBounds:
 
     per_batch: Work
     """Forward and backward; `fixed_s` is that of every microbatch."""
+    per_chain: Work
+    """The part of it that stages wait for."""
     per_step: Work
     of_groups: tuple[GroupWork, ...]
     """By group of the cluster."""
@@ -147,18 +152,24 @@ class StepBounds:
         largest = max((n for n in sizes if n + (num_stages - 1) * min(sizes) <= self.num_devices), default=0)
         if not largest:
             return math.inf
-        micro_s = Work(fixed_s=self.per_batch.fixed_s, divisible_s=self.per_batch.divisible_s / num_microbatches).on(
-            largest
+        micro_s, link_s = (
+            Work(fixed_s=work.fixed_s, divisible_s=work.divisible_s / num_microbatches).on(largest)
+            for work in (self.per_batch, self.per_chain)
         )
-        chain_s = self.idle_share(min(sizes)) * micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
+        chain_s = self.idle_share(min(sizes)) * link_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
         by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
         by_stage_s *= self.idle_share(min(sizes))
         starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
         return max(chain_s, by_stage_s, self.divided_s(num_microbatches), starting_s)
 
 
-def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random: str) -> StepBounds:
-    """Return the bounds of a step on the devices of a cluster; of several machines, any may have any part."""
+def step_bounds(
+    trace: Trace, cluster: Cluster, *, batch_statistics: str, random: str, splits_weight_gradients: bool = True
+) -> StepBounds:
+    """Return the bounds of a step on the devices of a cluster; of several machines, any may have any part.
+
+    Those of stages whose weight gradients may be tasks of their own, or may not.
+    """
     machines = [
         group.machine.when_busy(min(group.num_devices, group.machine.devices_per_host)) for group in cluster.groups
     ]
@@ -170,8 +181,10 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
     of_groups = [_work_of_equations(phases.step.jaxpr.jaxpr, machine) for machine in machines]
     each = [*map(_least, zip(*of_groups))]
     state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
+    per_batch = total_work([work for i, work in enumerate(each) if i not in once])
     return StepBounds(
-        per_batch=total_work([work for i, work in enumerate(each) if i not in once]),
+        per_batch=per_batch,
+        per_chain=_work_of_chain(phases.equations, each, once, machines) if splits_weight_gradients else per_batch,
         per_step=total_work([work for i, work in enumerate(each) if i in once]),
         of_groups=tuple(
             GroupWork(
@@ -200,6 +213,68 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
 def _least(each: Sequence[Work]) -> Work:
     """Return what an equation takes at least on whichever of several machines."""
     return Work(fixed_s=min(w.fixed_s for w in each), divisible_s=min(w.divisible_s for w in each))
+
+
+def _work_of_chain(
+    equations: Sequence[jc.JaxprEqn], each: Sequence[Work], once: Collection[int], machines: Sequence[Machine]
+) -> Work:
+    """Return the work that the last gradient of a batch needs: the forward pass, and back to the first layer.
+
+    The gradients of other weights are left out, which no stage waits for; `each` is the work by equation, `once` those
+    that are not of the batch.
+    """
+    read = {v for i in once for v in jc.operands(equations[i])}
+    of_batch = [i for i in range(len(equations)) if i not in once]
+    last = next((i for i in reversed(of_batch) if not read.isdisjoint(equations[i].outvars)), None)
+    if last is None:
+        return Work()
+    batch = [equations[i] for i in of_batch]
+
+    def within(eqn: jc.JaxprEqn, outputs: Collection[int]) -> tuple[Work, Sequence[bool]]:
+        each = [_needed_of_body(eqn, outputs, machine) for machine in machines]
+        return _least([work for work, _ in each]), each[0][1]
+
+    return _needed(batch, [each[i] for i in of_batch], set(equations[last].outvars), within)
+
+
+def _needed(
+    equations: Sequence[jc.JaxprEqn],
+    each: Sequence[Work],
+    wanted: set[Any],
+    within: Callable[[jc.JaxprEqn, Collection[int]], tuple[Work, Sequence[bool]]],
+) -> Work:
+    """Return the work of the equations that some values need, and add to these what they need in turn.
+
+    `within` says it of an equation with bodies, by the places of results, with the operands that it needs.
+    """
+    found: list[Work] = []
+    for eqn, work in zip(reversed(equations), reversed(each), strict=True):
+        outputs = [place for place, v in enumerate(eqn.outvars) if v in wanted]
+        if outputs:
+            nested = eqn.primitive.name in NESTED
+            work, reads = within(eqn, outputs) if nested else (work, [True] * len(eqn.invars))
+            found.append(work)
+            wanted.update(v for v, needed in zip(eqn.invars, reads, strict=True) if needed and isinstance(v, jc.Var))
+    return total_work(found)
+
+
+def _needed_of_body(eqn: jc.JaxprEqn, outputs: Collection[int], machine: Machine) -> tuple[Work, list[bool]]:
+    """Return the work of a body that some results need at least, and the operands that it needs.
+
+    All that a loop carries is needed, and of what its turns make nothing. Of branches, and of loops without an end
+    that is known, nothing is.
+    """
+    body = jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]
+    if eqn.primitive.name == "scan":
+        outputs = range(jp.scan_of(eqn).num_carry)
+    elif eqn.primitive.name not in REMAT:
+        return Work(), [True] * len(eqn.invars)
+    wanted = {body.outvars[place] for place in outputs}
+    each = _work_of_equations(body, machine, eqn)
+    work = _needed(body.eqns, each, wanted, lambda inner, places: _needed_of_body(inner, places, machine))
+    reads = [v in wanted for v in body.invars]
+    times = trips(eqn)
+    return Work(fixed_s=times * work.fixed_s, divisible_s=times * work.divisible_s), reads
 
 
 def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:

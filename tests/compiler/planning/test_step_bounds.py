@@ -1,5 +1,6 @@
 """No plan takes less than the bounds by work, whichever of unequal machines runs which equation."""
 
+import dataclasses
 import random
 
 import jax
@@ -26,6 +27,7 @@ def bounds_of(devices, fixed_s, divisible_s, repeats):
     )
     return StepBounds(
         per_batch=Work(),
+        per_chain=Work(),
         per_step=Work(),
         of_groups=groups,
         state_bytes=0,
@@ -119,3 +121,47 @@ def test_no_stages_of_small_layers_start_less_than_the_bound(seed):
         method = autopar.PipelineParallel(num_stages=stages, num_microbatches=microbatches, layers=layers)
         simulated_s = traced.plan(method).simulate(cluster).step_time_s
         assert 0.4 * simulated_s < bounds.stages_s(microbatches, stages, stages, [1, 2]) <= simulated_s
+
+
+def step_of_layers(num_layers, *, scanned):
+    """Return a step of products, whose layers may be one loop: gradients of weights are in that of the backward pass."""
+
+    def train_step(params, batch):
+        def loss_of(params):
+            h = batch["x"] @ params["first"]
+            if scanned:
+                h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["rest"])
+            else:
+                for layer in range(num_layers):
+                    h = jnp.tanh(h @ params["rest"][layer])
+            return jnp.mean((h - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = {"first": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    params["rest"] = jax.ShapeDtypeStruct((num_layers, 64, 64), jnp.float32)
+    return train_step, (params, dict.fromkeys("xy", jax.ShapeDtypeStruct((16, 64), jnp.float32)))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_stages_do_not_wait_for_gradients_of_weights(scanned):
+    step, arguments = step_of_layers(3, scanned=scanned)
+    slow = dict.fromkeys(Machine.named("dgx-h100").peak_flops, 1e6)
+    machine = dataclasses.replace(
+        Machine.named("dgx-h100"), name="slow", peak_flops=slow, matmul_half_flops=0.0, dispatch_s=0.0, sources={}
+    )
+    cluster = autopar.Cluster(num_devices=2, machine=machine)
+    traced = autopar.parallelize(step, cluster=cluster).trace(*arguments)
+    options = {"batch_statistics": "exact", "random": "full_batch"}
+    whole, split = (
+        step_bounds(traced.trace, cluster, splits_weight_gradients=splits, **options) for splits in (False, True)
+    )
+    assert split.per_chain.divisible_s < 0.85 * whole.per_chain.divisible_s
+    assert whole.per_chain == whole.per_batch == split.per_batch
+    for microbatches in (1, 2):
+        of = {"num_stages": 2, "num_microbatches": microbatches}
+        for bounds, schedule in ((whole, "1f1b"), (split, "zero-bubble")):
+            method = autopar.PipelineParallel(schedule=schedule, **of)
+            simulated_s = traced.plan(method).simulate(cluster).step_time_s
+            assert 0.4 * simulated_s < bounds.stages_s(microbatches, 2, 2, [1]) <= simulated_s
