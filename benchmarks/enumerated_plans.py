@@ -47,7 +47,7 @@ from autopar.ir.schedules import get_schedule
 
 LAYERS, ROWS, TIGHT_ROWS, DEVICES = 3, 4, 512, 4
 COUNTS = (1, 2, 4)
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble")
 ALLOWED = 1.001
 
 
@@ -144,12 +144,14 @@ def simulated_times(
 
     Stages are computed again only where the partition does not fit otherwise: that takes no less time.
     """
-    known = KnownLayers.of(problem)
-    again = RangeCosts(problem, *known(num_microbatches, True, splits=False), remat=True)
-    ranges = RangeCosts(problem, *known(num_microbatches, False, splits=False), again=again)
-    for parts in every_partition(len(ranges.layers.class_of)):
-        ranges.solve({submesh for _, submesh in parts})
+    known, ranges_of = KnownLayers.of(problem), dict[bool, RangeCosts]()
+    for splits in (False, True):
+        again = RangeCosts(problem, *known(num_microbatches, True, splits=splits), remat=True)
+        ranges_of[splits] = RangeCosts(problem, *known(num_microbatches, False, splits=splits), again=again)
+    for parts in every_partition(len(ranges_of[False].layers.class_of)):
         for schedule in SCHEDULES:
+            ranges = ranges_of[get_schedule(schedule).splits_weight_gradients]
+            ranges.solve({submesh for _, submesh in parts})
             fitting: list[tuple[bool, ...]] = []
             for remats in every_remat(len(parts)):
                 if any(all(mine or not theirs for mine, theirs in zip(remats, less)) for less in fitting):

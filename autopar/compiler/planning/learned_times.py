@@ -59,6 +59,8 @@ class LearnedTimes:
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
     """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
+    splitting: set[bool] = field(default_factory=set[bool])
+    """Whether weight gradients were tasks of their own in plans that were simulated."""
     steps: list[float] = field(default_factory=list[float])
     """The shares of their time by their layers that whole steps were simulated to take, but for want of memory."""
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
@@ -86,6 +88,7 @@ class LearnedTimes:
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
         number, key = len(candidate.stages), _alike(candidate)
+        self.splitting.add(candidate.timing.schedule.splits_weight_gradients)
         self.simulated[number] = min(share, self.simulated.get(number, share))
         self.alike[key] = min(share, self.alike.get(key, share))
 
@@ -157,7 +160,9 @@ class LearnedTimes:
 
     def _slack(self, candidate: PipelineCandidate) -> float:
         known = all(key in self.of_stages for key in candidate.scheduled_otherwise)
-        return (KNOWN_SLACK if known else _SLACK) * self.simulated_share(len(candidate.stages))
+        seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
+        slack = (KNOWN_SLACK if known else _SLACK) * (1.0 if seen else _SIMULATED_SHARE)
+        return slack * self.simulated_share(len(candidate.stages))
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is taken to need; 0 where its cost is known."""
