@@ -12,7 +12,7 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
 
     chain     stage s waits for those before it, and they for its last gradient:  T >= sum before s of t + M t_s, so
               T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
-              with t without the gradients of weights, for which no other stage waits, where these are tasks of their own
+              with t without gradients of weights, for which no other stage waits, where these are tasks of their own
     work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
     lanes     every machine g, as stages or as one, runs a share of the microbatches, and one of them, h, all updates,
               which take its devices u_h together:  T >= (1 + u_h / (M k_h + w_h)) / sum over g of D_g / (M k_g + w_g)

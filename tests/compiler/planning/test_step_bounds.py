@@ -124,7 +124,7 @@ def test_no_stages_of_small_layers_start_less_than_the_bound(seed):
 
 
 def step_of_layers(num_layers, *, scanned):
-    """Return a step of products, whose layers may be one loop: gradients of weights are in that of the backward pass."""
+    """Return a step of products whose layers may be one loop: gradients of weights are in that of its backward pass."""
 
     def train_step(params, batch):
         def loss_of(params):
