@@ -146,9 +146,9 @@ class PipelineParallel:
     `axis_names`; `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by
     default those that the model marks by `autopar.layer_boundary`, or else one per stage. `schedule` is "gpipe",
     "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-h2", "interleaved-zero-bubble", "zero-bubble-v",
-    "dualpipe-v", or one that `register_schedule` made known. With an interleaved one, or one there and back ("-v"),
-    each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
-    one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
+    "dualpipe-v", one that `register_schedule` made known, or a `Schedule` of your own. With an interleaved one, or one
+    there and back ("-v"), each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others
+    have one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
     stay in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over the axes of a stage's
     mesh, and the rest is that of `DataParallel`.
 

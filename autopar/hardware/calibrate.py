@@ -107,7 +107,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         kernel_s=rates.kernel_s,
         intra=intra,
         inter=base.inter,
-        domain=max(len(devices), base.domain if known is not None and kind != "cpu" else 1),
+        domain=base.domain if known is not None and kind != "cpu" and not base.domain % len(devices) else len(devices),
         overlap=base.overlap,
         product_workspace_bytes=base.product_workspace_bytes,
         in_step_share=base.in_step_share if in_step is None else in_step,

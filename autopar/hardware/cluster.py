@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, groupby
 from pathlib import Path
 from typing import Any, cast
@@ -263,7 +263,7 @@ class Cluster:
         """The cluster as JSON values, the figures of its machines included."""
         if self.is_mixed:
             pairs = combinations(range(len(self.groups)), 2)
-            links = [{"groups": list(pair), **asdict(link)} for pair, link in zip(pairs, self._links, strict=True)]
+            links = [{"groups": list(pair), **link.to_data()} for pair, link in zip(pairs, self._links, strict=True)]
             return {"groups": [group.to_data() for group in self.groups], "links": links}
         return {"num_devices": self.num_devices, "kind": self.kind, "machine": self.machine.to_data()}
 

@@ -37,6 +37,9 @@ from autopar.json_fields import check_figure, fields_of, json_of, text_of
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
 _VECTOR_SHARE = 1 / 16
+# Beyond these a figure is in another unit: a hundred times what any device has, and a thousandth.
+_MOST_FLOPS = 1e18
+_LEAST_MEMORY_BYTES = 1e6
 _GENERIC = "generic"
 _BY_SIZE = ("group_bandwidths", "exchange_bandwidths")
 # Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.
@@ -104,6 +107,11 @@ class Link:
             tree_share=self.tree_share,
         )
 
+    def to_data(self) -> dict[str, Any]:
+        """The link as JSON values, keys in the order of the fields."""
+        pairs = {name: [list(pair) for pair in getattr(self, name)] for name in _BY_SIZE}
+        return {**dataclasses.asdict(self), **pairs}
+
     @staticmethod
     def from_data(what: str, raw: Any) -> Link:
         """The link of JSON values; `InvalidArgument` names the field that is missing, unknown or mistyped."""
@@ -149,7 +157,8 @@ _MAY_BE_LEFT_OUT = (
 class Machine:
     """One type of host: its devices, their memory and rates, and the network inside and between hosts.
 
-    Raises `InvalidArgument` for a figure that is NaN, infinite, negative, or zero where it divides.
+    Raises `InvalidArgument` for a figure that is NaN, infinite, negative, or zero where it divides, for less memory or
+    more FLOP/s than any device has, and for a domain that neither divides a host nor consists of whole hosts.
 
     >>> v100 = Machine.named("p3.16xlarge")
     >>> v100.devices_per_host, v100.kind
@@ -177,7 +186,8 @@ class Machine:
     inter: Link
     """Between domains: one device's share of its host's network cards."""
     domain: int
-    """Devices in one fast domain: `devices_per_host`, or more where NVLink or ICI goes from host to host."""
+    """Devices in one fast domain: `devices_per_host`, a part that divides it where wires join only some devices of a
+    host, or a multiple where NVLink or ICI goes from host to host."""
     overlap: float
     """Share of the collectives of parameters and gradients that frameworks with streams of their own run behind
     compute, from 0 to 1: `benchmarks/training_model` reads it, plans read `hidden_share`."""
@@ -234,6 +244,11 @@ class Machine:
         """Raise `InvalidArgument` for figures that no machine has."""
         check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
         check_count(f"domain of {self.name!r}", self.domain)
+        if self.domain % self.devices_per_host and self.devices_per_host % self.domain:
+            raise InvalidArgument(
+                f"domain of {self.name!r} is {self.domain} and a host has {self.devices_per_host} devices. A fast "
+                "domain is a part of a host that divides it, a host, or several whole hosts: give such a number."
+            )
         for name in (
             "memory_bytes",
             "memory_bandwidth",
@@ -265,6 +280,11 @@ class Machine:
                 "no more than all of its host. Give how many devices, 1 at least, take all of its compute; or 0 where "
                 "each has its own."
             )
+        if self.memory_bytes < _LEAST_MEMORY_BYTES:
+            raise InvalidArgument(
+                f"The figure memory_bytes of {self.name!r} is {self.memory_bytes!r}; a device has at least "
+                f"{_LEAST_MEMORY_BYTES:g} bytes. Give bytes, such as 16e9."
+            )
         self._check_types()
         for name in ("matmul_share", "overlap", "convolution_share", "batched_share", "reducing_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
@@ -286,6 +306,11 @@ class Machine:
             for dtype, rate in rates.items():
                 check_choice(f"A type in {name} of {self.name!r}", dtype, DTYPES)
                 check_figure(f"The figure {name}[{dtype!r}] of {self.name!r}", rate)
+                if name == "peak_flops" and rate > _MOST_FLOPS:
+                    raise InvalidArgument(
+                        f"The figure {name}[{dtype!r}] of {self.name!r} is {rate!r}; one device has at most "
+                        f"{_MOST_FLOPS:g} FLOP/s. Give FLOP/s of one device, such as 1e15."
+                    )
             object.__setattr__(self, name, dict(rates))
         if set(self.peak_flops) != set(self.matmul_share) or "float32" not in self.peak_flops:
             raise InvalidArgument(
@@ -382,7 +407,7 @@ class Machine:
 
     def to_data(self) -> dict[str, Any]:
         """The machine as JSON values, keys in the order of the fields."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "intra": self.intra.to_data(), "inter": self.inter.to_data()}
 
     @staticmethod
     def from_data(raw: Any) -> Machine:

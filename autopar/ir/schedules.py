@@ -26,6 +26,8 @@ times f and b, of which w is the weight gradient. Those that split weight gradie
             return [*forward_tasks(stage, num_microbatches), *reversed(backward_tasks(stage, num_microbatches))]
 
     register_schedule(ReversedGPipe(name="reversed-gpipe"))
+
+A method may be given such a schedule itself: searches for other steps do not try that one then.
 """
 
 from __future__ import annotations
@@ -229,6 +231,8 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 """The schedules by name, in the order in which a search tries them."""
+_GIVEN: dict[str, Schedule] = {}
+"""Those that a method was given and nobody registered, by name: this process's plans find them here."""
 
 
 def warmed_up(wanted: Sequence[int]) -> WarmedUp:
@@ -248,29 +252,34 @@ def warmed_up(wanted: Sequence[int]) -> WarmedUp:
 
 def register_schedule(schedule: Schedule) -> None:
     """Make a schedule known by its name to methods, plans and searches; a name stands for one schedule only."""
-    if SCHEDULES.setdefault(schedule.name, schedule) != schedule:
-        raise InvalidArgument(
-            f"There is a schedule of the name '{schedule.name}' already: {SCHEDULES[schedule.name]}. A plan names its "
-            "schedule: give this one another name."
-        )
+    SCHEDULES.setdefault(schedule.name, get_schedule(schedule))
 
 
 def get_schedule(schedule: str | Schedule) -> Schedule:
-    """Return the registered schedule of a name; raise `InvalidArgument` for one that is not registered."""
+    """Return the schedule of a name, or the one that is given, by whose name this process knows it from now on.
+
+    Raises `InvalidArgument` for a name that no schedule has, and for a schedule with the name of another one.
+    """
     if isinstance(schedule, Schedule):
-        if schedule not in (SCHEDULES.get(schedule.name), _warmed_up_by_name(schedule.name)):
+        known = _known(schedule.name) or _GIVEN.setdefault(schedule.name, schedule)
+        if known != schedule:
             raise InvalidArgument(
-                f"schedule is {schedule}, which is not registered; a plan names its schedule only. Call "
-                "register_schedule with it first, wherever the plan is made or loaded."
+                f"There is a schedule of the name '{schedule.name}' already: {known}. A plan names its schedule: give "
+                "this one another name."
             )
         return schedule
-    found = (SCHEDULES.get(schedule) or _warmed_up_by_name(schedule)) if is_text(schedule) else None
+    found = _known(schedule) if is_text(schedule) else None
     if found is None:
         raise InvalidArgument(
-            f"schedule is {schedule!r}. Choose one of {', '.join(map(repr, SCHEDULES))}, or call register_schedule "
-            "with one of your own first."
+            f"schedule is {schedule!r}. Choose one of {', '.join(map(repr, SCHEDULES))}, or give one of your own as a "
+            "value. A plan names its schedule only: where one is loaded that was made with your own, call "
+            "register_schedule with that first."
         )
     return found
+
+
+def _known(name: str) -> Schedule | None:
+    return SCHEDULES.get(name) or _GIVEN.get(name) or _warmed_up_by_name(name)
 
 
 def _warmed_up_by_name(name: str) -> Schedule | None:

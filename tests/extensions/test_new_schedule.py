@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.program import Run, Task
-from autopar.ir.schedules import SCHEDULES, schedule_tasks
+from autopar.ir.schedules import _GIVEN, SCHEDULES, schedule_tasks
 from autopar.ir.task_order import backward_tasks, forward_tasks, peak_in_flight
 from tests.small_steps import assert_same, mlp_batch, mlp_params, mlp_step
 
@@ -34,6 +34,7 @@ def registered() -> Iterator[None]:
     autopar.register_schedule(PAIRS)
     yield
     del SCHEDULES[PAIRS.name]
+    _GIVEN.clear()
 
 
 def traced(method):
@@ -89,8 +90,36 @@ def test_megatron_takes_it():
 def test_a_name_that_is_not_registered_is_refused_with_those_that_are():
     with pytest.raises(InvalidArgument, match=r"schedule is 'depth-first-3'. Choose one of '1f1b',.*'depth-first-2'"):
         autopar.PipelineParallel(schedule="depth-first-3")
-    with pytest.raises(InvalidArgument, match=r"DepthFirst.*group=3.*is not registered.*Call register_schedule"):
-        autopar.Auto(schedule=DepthFirst(name="depth-first-3", group=3))
+
+
+@pytest.mark.parametrize("method", [autopar.PipelineParallel, autopar.Auto])
+def test_one_that_nobody_registered_is_planned_and_run_and_its_plan_refused_where_it_is_not_known(method):
+    given = DepthFirst(name="depth-first-given", group=2)
+    method = method(num_stages=2, num_microbatches=4, schedule=given)
+    planned = traced(method).plan()
+    assert planned.plan.schedule == "depth-first-given"
+    assert orders(planned.lower().program)[0] == "F0.m0 F0.m1 B0.m1 B0.m0 F0.m2 F0.m3 B0.m3 B0.m2"
+    expected = jax.jit(mlp_step)(mlp_params(4), mlp_batch())
+    assert_same(autopar.parallelize(mlp_step, method=method)(mlp_params(4), mlp_batch()), expected)
+    kept = planned.plan.to_json()
+    assert autopar.Plan.from_json(kept) == planned.plan
+    assert "depth-first-given" not in SCHEDULES  # no search for another step tries it
+    del _GIVEN["depth-first-given"]  # as in another process
+    with pytest.raises(InvalidArgument, match=r"'depth-first-given'. Choose .*is loaded .*call register_schedule"):
+        autopar.Plan.from_json(kept)
+    autopar.register_schedule(given)
+    assert autopar.Plan.from_json(kept) == planned.plan
+    del SCHEDULES["depth-first-given"]
+
+
+def test_a_name_stands_for_one_schedule_that_is_given_too():
+    autopar.PipelineParallel(schedule=DepthFirst(name="depth-first-once", group=2))
+    with pytest.raises(InvalidArgument, match=r"of the name 'depth-first-once' already: DepthFirst.*group=2"):
+        autopar.Auto(schedule=DepthFirst(name="depth-first-once", group=3))
+    with pytest.raises(InvalidArgument, match=r"of the name 'depth-first-once' already: DepthFirst.*group=2"):
+        autopar.register_schedule(DepthFirst(name="depth-first-once", group=3))
+    with pytest.raises(InvalidArgument, match=r"of the name 'gpipe' already"):
+        autopar.Megatron(schedule=DepthFirst(name="gpipe", group=3))
 
 
 def test_a_name_stands_for_one_schedule():

@@ -188,6 +188,15 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"concurrent_devices": 0.5}, "concurrent_devices of 'one' is 0.5, and one device .* Give how many devices"),
         ({"concurrent_devices": "two"}, "concurrent_devices of 'one' is 'two'"),
         ({"domain": 8.5}, "domain of 'one' is 8.5"),
+        ({"domain": 3}, "domain of 'one' is 3 and a host has 8 devices. A fast domain .*: give such a number"),
+        ({"domain": 12}, "domain of 'one' is 12 and a host has 8 devices"),
+        ({"devices_per_host": 7}, "domain of 'one' is 8 and a host has 7 devices"),
+        ({"memory_bytes": 1}, "memory_bytes of 'one' is 1; a device has at least 1e.06 bytes. Give bytes"),
+        ({"memory_bytes": 80}, "memory_bytes of 'one' is 80; a device has at least"),
+        (
+            {"peak_flops": {"float32": 1e30, "float16": 1e14}},
+            r"peak_flops\['float32'\] of 'one' is 1e.30; one device has at most 1e.18 FLOP/s. Give FLOP/s of one",
+        ),
         ({"peak_flops": {"float32": 0.0}}, r"peak_flops\['float32'\] of 'one' is 0.0"),
         ({"peak_flops": {"float32": 1e12, "half": 1e12}}, "peak_flops of 'one' is 'half'. Choose one of .*'float16'"),
         (
@@ -441,6 +450,21 @@ def test_a_machine_that_is_not_there_is_refused_with_those_spelled_alike():
         Machine.named("p3.16xlrge")
     with pytest.raises(InvalidArgument, match=r"no machine 'abacus'\. Choose one of cpu, "):
         Machine.named("abacus")
+
+
+@pytest.mark.parametrize("name", machines())
+def test_a_machine_and_its_clusters_come_back_from_their_data_which_is_json(name):
+    machine = Machine.named(name)
+    assert Machine.from_data(machine.to_data()) == machine
+    assert json.loads(json.dumps(machine.to_data())) == machine.to_data()
+    for cluster in (Cluster.of_hosts(machine, 2), Cluster.parse(f"1x {name} + 2x dgx-h100 @ 25 Gbit/s")):
+        assert Cluster.from_data(cluster.to_data()) == cluster
+        assert json.loads(json.dumps(cluster.to_data())) == cluster.to_data()
+
+
+@pytest.mark.parametrize("domain", [1, 2, 4, 8, 16, 72])
+def test_a_fast_domain_divides_a_host_or_has_whole_hosts(domain):
+    assert replace(ONE, domain=domain).domain == domain
 
 
 def test_fields_of_the_library_are_those_of_the_class():
