@@ -37,9 +37,9 @@ from autopar.json_fields import check_figure, fields_of, json_of, text_of
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
 _VECTOR_SHARE = 1 / 16
-# Beyond these a figure is in another unit: a hundred times what any device has, and a thousandth.
+# Beyond these a figure is in another unit: a hundred times what any device has, and gigabytes instead of bytes.
 _MOST_FLOPS = 1e18
-_LEAST_MEMORY_BYTES = 1e6
+_LEAST_MEMORY_BYTES = 1e4
 _GENERIC = "generic"
 _BY_SIZE = ("group_bandwidths", "exchange_bandwidths")
 # Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.

@@ -191,7 +191,7 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"domain": 3}, "domain of 'one' is 3 and a host has 8 devices. A fast domain .*: give such a number"),
         ({"domain": 12}, "domain of 'one' is 12 and a host has 8 devices"),
         ({"devices_per_host": 7}, "domain of 'one' is 8 and a host has 7 devices"),
-        ({"memory_bytes": 1}, "memory_bytes of 'one' is 1; a device has at least 1e.06 bytes. Give bytes"),
+        ({"memory_bytes": 1}, "memory_bytes of 'one' is 1; a device has at least 10000 bytes. Give bytes"),
         ({"memory_bytes": 80}, "memory_bytes of 'one' is 80; a device has at least"),
         (
             {"peak_flops": {"float32": 1e30, "float16": 1e14}},
