@@ -6,7 +6,8 @@
 
     planning train_step ━━━━━━━━━━━ 0:00:12  best so far 810 ms  128 microbatches: layers on 1x8
 
-Nothing is shown where standard error is no terminal. Passes tell without knowing whom.
+Where standard error is no terminal, what is told after ten seconds, and then at most every ten, is a line there. Both
+are turned off by AUTOPAR_PROGRESS=0 in the environment. Passes tell without knowing whom.
 
 Tracing and planning make millions of small objects that stay. Python's collector of cycles goes through all that are
 there each time their number has grown by a share: a fifth of the time of planning a large model, for next to nothing
@@ -16,22 +17,40 @@ collected. So passes pause it.
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-_current: ContextVar[Progress | None] = ContextVar("search_progress", default=None)
+_current: ContextVar[Callable[..., None] | None] = ContextVar("search_progress", default=None)
+_LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def search_progress(description: str, console: Console | None = None) -> Generator[None]:
+def search_progress(
+    description: str, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+) -> Generator[None]:
     """Show what is told inside, on standard error unless another console is given."""
     console = console or Console(stderr=True)
+    shown = os.environ.get("AUTOPAR_PROGRESS") != "0"
+    showing = _bar(description, console, shown) if console.is_terminal else _lines(description, console, clock, shown)
+    with showing as update:
+        token = _current.set(update)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+@contextmanager
+def _bar(description: str, console: Console, shown: bool) -> Generator[Callable[..., None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -39,13 +58,28 @@ def search_progress(description: str, console: Console | None = None) -> Generat
         TextColumn("{task.fields[best]}"),
         TextColumn("{task.fields[what]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        shown.add_task(description, total=None, best="", what="")  # nobody knows how much there is to search
-        token = _current.set(shown)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task(description, total=None, best="", what="")  # nobody knows how much there is to search
+        yield partial(progress.update, task)
+
+
+@contextmanager
+def _lines(
+    description: str, console: Console, clock: Callable[[], float], shown: bool
+) -> Generator[Callable[..., None]]:
+    began = written = clock()
+    told = {"best": "", "what": ""}
+
+    def update(**fields: str) -> None:
+        nonlocal written
+        told.update(fields)
+        now = clock()
+        if shown and now - written >= _LINE_EVERY_S:
+            written = now
+            print(", ".join(filter(None, (f"{description}: {now - began:.0f} s", *told.values()))), file=console.file)
+            console.file.flush()
+
+    yield update
 
 
 def say(line: str) -> None:
@@ -64,9 +98,9 @@ def tell_best(step_time_s: float) -> None:
 
 
 def _update(**fields: Any) -> None:
-    shown = _current.get()
-    if shown is not None:
-        shown.update(shown.task_ids[0], **fields)
+    update = _current.get()
+    if update is not None:
+        update(**fields)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("AUTOPAR_CACHE_DIR", str(_CACHE.parent.parent / "autopar"))
 # A test's Ray is its own, and not one that another test or somebody else has started on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
+os.environ.setdefault("AUTOPAR_PROGRESS", "0")
 # Everything is worth keeping: tests compile many small programs.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")

@@ -1,13 +1,19 @@
-"""Searches say what they are at, on terminals only."""
+"""Searches say what they are at: on terminals as a bar, elsewhere as lines, unless they are short."""
 
 import io
 
 import jax
 import jax.numpy as jnp
+import pytest
 from rich.console import Console
 
 import autopar
 from autopar.progress import search_progress, tell, tell_best
+
+
+@pytest.fixture(autouse=True)
+def progress_is_shown(monkeypatch):
+    monkeypatch.delenv("AUTOPAR_PROGRESS", raising=False)
 
 
 def shown_by(terminal: bool) -> str:
@@ -26,8 +32,33 @@ def test_a_terminal_shows_what_is_told():
     assert "nobody" not in text
 
 
-def test_elsewhere_nothing_is_shown():
-    assert not shown_by(terminal=False).strip()
+def test_elsewhere_nothing_is_shown_of_a_short_search():
+    assert not shown_by(terminal=False)
+
+
+def lines_of_a_minute() -> list[str]:
+    text, seconds = io.StringIO(), 0.0
+    with search_progress("planning train_step", Console(file=text, force_terminal=False), clock=lambda: seconds):
+        for number in range(60):
+            tell(f"layout {number}")
+            tell_best((60 - number) / 100)
+            seconds += 1.0
+    return text.getvalue().splitlines()
+
+
+def test_elsewhere_a_long_search_writes_a_line_every_ten_seconds_with_the_best_plan_so_far():
+    lines = lines_of_a_minute()
+    assert lines[0] == "planning train_step: 10 s, best so far 510 ms, layout 10"
+    assert [line.split(",")[0].rpartition(" ")[0] for line in lines] == [
+        f"planning train_step: {seconds}" for seconds in (10, 20, 30, 40, 50)
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_both_are_turned_off_by_the_environment(monkeypatch, terminal):
+    monkeypatch.setenv("AUTOPAR_PROGRESS", "0")
+    assert not lines_of_a_minute()
+    assert "best so far" not in shown_by(terminal)
 
 
 def test_a_search_says_what_it_is_at(monkeypatch):
