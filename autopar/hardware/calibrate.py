@@ -32,9 +32,8 @@ _OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "executio
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "convolution_share", "batched_share", "reducing_share",
     "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
-    "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
-    "host_bandwidth",
-    "host_memory_bytes",
+    "holds_rows", "transposes_operands", "erf_flops", "widens_bfloat16", "scatters_sums", "masks_ragged_products",
+    "transposes_kernels", "combined_bytes", "host_bandwidth", "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -95,7 +94,8 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     peaks, shares = _peaks(base if known is not None and kind != "cpu" else None, rates.matmul_flops)
     here = f"measured on {len(devices)} x {kind} with jax {jax.__version__}"
     not_measured = f"not measured: as {base.name}"
-    return Machine(
+    return replace(
+        base,
         name=f"measured-{kind.lower().replace(' ', '-')}",
         devices_per_host=len(devices),
         kind=kind.lower(),
@@ -106,28 +106,10 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         matmul_half_flops=rates.matmul_half_flops,
         kernel_s=rates.kernel_s,
         intra=intra,
-        inter=base.inter,
         domain=base.domain if known is not None and kind != "cpu" and not base.domain % len(devices) else len(devices),
-        overlap=base.overlap,
-        product_workspace_bytes=base.product_workspace_bytes,
         in_step_share=base.in_step_share if in_step is None else in_step,
-        reducing_share=base.reducing_share,
-        convolution_share=base.convolution_share,
-        batched_share=base.batched_share,
-        hidden_share=base.hidden_share,
-        schedules_for_latency=base.schedules_for_latency,
-        schedules_for_memory=base.schedules_for_memory,
-        product_sums=base.product_sums,
-        fuses_products=base.fuses_products,
-        widens_bfloat16=base.widens_bfloat16,
-        scatters_sums=base.scatters_sums,
-        masks_ragged_products=base.masks_ragged_products,
-        transposes_kernels=base.transposes_kernels,
-        combined_bytes=base.combined_bytes,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         execution_s=statistics.median(between_s) if between_s else base.execution_s,
-        host_bandwidth=base.host_bandwidth,
-        host_memory_bytes=base.host_memory_bytes,
         concurrent_devices=0.0 if concurrent is None else concurrent,
         sources={
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),

@@ -140,11 +140,12 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
-    *("scatters_sums", "masks_ragged_products", "transposes_kernels"),
+    *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands"),
 )
 """What is said of the compiler for a machine."""
 _MAY_BE_LEFT_OUT = (
     "reducing_share",
+    "erf_flops",
     "host_memory_bytes",
     "concurrent_devices",
     "execution_s",
@@ -205,6 +206,8 @@ class Machine:
     tunes them. Those that it does not tune write their result once they have computed it."""
     reducing_share: float = 1.0
     """Of the memory bandwidth, the share that kernels with reductions reach."""
+    erf_flops: float = 1.0
+    """FLOPs at the vector rate that XLA's error functions take for each number; 1 where other figures hold them."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
@@ -215,6 +218,10 @@ class Machine:
     """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
     fuses_products: bool = False
     """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
+    holds_rows: bool = False
+    """XLA reduces rows and computes what follows in one kernel, and exponentials once more in each that reads them."""
+    transposes_operands: bool = False
+    """XLA transposes operands of products whose batch, contracted or other dimensions are not side by side."""
     widens_bfloat16: bool = False
     """XLA computes functions of bfloat16 in float32, and keeps in that what only other such functions read."""
     scatters_sums: bool = True
@@ -266,7 +273,7 @@ class Machine:
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
-        for name in ("in_step_share", "convolution_share", "batched_share", "reducing_share"):
+        for name in ("in_step_share", "convolution_share", "batched_share", "reducing_share", "erf_flops"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
         for name in _RULES:
             if not isinstance(cast(object, getattr(self, name)), bool):

@@ -10,8 +10,8 @@ all others        the bytes that go through memory once XLA has fused what it ca
 
 The bytes of a fused kernel are those at its border: each of its equations pays for the operands that it is the first to
 read, and for the results that leave the kernel (`jaxprs.fusion`). Kernels with reductions reach a share of the memory
-bandwidth, `reducing_share` of the machine. Where a kernel does more operations for a byte than the vector units can,
-its bytes take as much longer.
+bandwidth, `reducing_share` of the machine. Transposed copies written in pieces of less than 64 bytes take as long as
+whole ones. Where a kernel does more operations for a byte than the vector units can, its bytes take as much longer.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machin
     if eqn.primitive.name in DRAWS:
         return machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD)
     nbytes = _moved(eqn, operands, results, traffic)
+    taken = nbytes + traffic.wasted * sum(results)
     bandwidth = machine.memory_bandwidth * (machine.reducing_share if traffic.reduces else 1.0)
     return traffic.kernels * machine.kernel_s + np.maximum(
-        nbytes / bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte)
+        taken / bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte)
     )
 
 

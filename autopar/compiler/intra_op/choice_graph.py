@@ -43,7 +43,7 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED, WIDENING
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes, without_ones
 from autopar.compiler.sharding.replicated_values import free_results
@@ -309,9 +309,7 @@ class BlockBuilder:
         """Make the nodes of all equations, and note who reads what."""
         machine = self.planner.table.mesh_costs.machine
         self.kinds = equation_classes(self.jaxpr)
-        self.traffic = fused_traffic(
-            self.jaxpr, self.within, product_sums=machine.product_sums, fuses_products=machine.fuses_products
-        )
+        self.traffic = fused_traffic(self.jaxpr, self.within, rules=FusionRules.of(machine))
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)

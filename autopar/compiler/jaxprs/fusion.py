@@ -16,6 +16,10 @@ kernel reads that and writes the sum. Where it fuses products, each computes aga
 all elementwise equations on the way to what is read more than once, and the reductions of that; and what products alone
 read of float32 is kept in bfloat16, in which they multiply.
 
+Where the compiler holds rows, a reduction of the innermost dimensions in memory is computed in each kernel that reads
+its operand, which goes on to what follows, up to one array; the columns of that are summed from memory. Exponentials
+and quotients are computed again for every reader. Where it transposes operands, products read copies (`strides`).
+
 A loop over stacks begins with zeros for those that it makes. Each iteration writes its part of each in a kernel of its
 own, which elementwise equations are fused into, and copies the parts that something apart reads out of their stacks.
 """
@@ -33,7 +37,9 @@ from typing import Any, Literal, NamedTuple
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
+from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
+from autopar.compiler.jaxprs.strides import Layouts, layouts_of, writings
+from autopar.hardware.machine import Machine
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
 
@@ -60,6 +66,13 @@ _CHEAP = _names(
 )
 
 
+_COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
+"""What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
+_LONGEST_ROW = 16_384
+"""Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
+_ERROR_FUNCTIONS = ("erf", "erfc")
+
+
 def kind_of(eqn: jc.JaxprEqn) -> FusionKind:
     """Return how XLA treats an equation."""
     name = eqn.primitive.name
@@ -68,7 +81,8 @@ def kind_of(eqn: jc.JaxprEqn) -> FusionKind:
     if name in _VIEWS:
         return "view"
     if name in _REDUCTIONS:
-        return "reduction"
+        same = _extent(eqn.invars) == _extent(eqn.outvars) and name not in ARGUMENT_REDUCTIONS
+        return "view" if same else "reduction"
     apart = name in _APART or name in NESTED or name.startswith("scatter") or jc.moves_memory(eqn)
     return "apart" if apart else "fused"
 
@@ -78,6 +92,26 @@ def kind_beside_products(eqn: jc.JaxprEqn) -> FusionKind:
     if eqn.primitive.name == "gather":
         return "apart"
     return "fused" if jp.adds_one_of_each_row(eqn) else kind_of(eqn)
+
+
+class FusionRules(NamedTuple):
+    """What a compiler fuses, as the fields of `Machine` of the same names say."""
+
+    product_sums: bool
+    """Products write the sums of their results."""
+    fuses_products: bool = False
+    """Products compute what they read, and what follows them."""
+    holds_rows: bool = False
+    """Reductions of rows and what follows them are one kernel, and exponentials are computed again for each reader."""
+    transposes_operands: bool = False
+    """Operands of products are transposed whose dimensions of one kind are not side by side."""
+    erf_flops: float = 1.0
+    """What error functions take for each number."""
+
+    @staticmethod
+    def of(machine: Machine) -> FusionRules:
+        """Return those of the compiler for a machine."""
+        return FusionRules(**{name: getattr(machine, name) for name in FusionRules._fields})
 
 
 def is_expensive(eqn: jc.JaxprEqn) -> bool:
@@ -100,6 +134,8 @@ class Traffic(NamedTuple):
     """Of a product: how many of its result's bytes what its kernel writes has, which may be of another type."""
     reduces: bool = False
     """Its kernel, or one of them, has a reduction."""
+    wasted: float = 0.0
+    """How often memory takes the bytes of its results besides, as they are written in pieces that are too short."""
 
 
 def alone(eqn: jc.JaxprEqn) -> Traffic:
@@ -129,22 +165,18 @@ def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
     return Stacks(loop.first_x, loop.num_carry)
 
 
-_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, bool, bool], tuple[Traffic, ...]]]
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, FusionRules], tuple[Traffic, ...]]]
 _known = weakref.WeakKeyDictionary()
 
 
-def fused_traffic(
-    jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, product_sums: bool, fuses_products: bool
-) -> tuple[Traffic, ...]:
+def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: FusionRules) -> tuple[Traffic, ...]:
     """Return the traffic of every equation of a jaxpr, found once; `within` is the equation that it is a body of.
 
-    That of a loop or a branch is in its body. `product_sums`: products write the sums of their results;
-    `fuses_products`: they compute what they read, and what follows them.
+    That of a loop or a branch is in its body.
     """
-    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), product_sums, fuses_products)
+    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), rules)
     if key not in known:
-        fusion = _Fusion(jaxpr=jaxpr, stacks=key[0], product_sums=product_sums, fuses_products=fuses_products)
-        known[key] = fusion.run()
+        known[key] = _Fusion(jaxpr=jaxpr, stacks=key[0], rules=rules).run()
     return known[key]
 
 
@@ -157,8 +189,7 @@ _Kernel = tuple[Hashable, ...]
 class _Fusion:
     jaxpr: jc.Jaxpr
     stacks: Stacks | None
-    product_sums: bool
-    fuses_products: bool
+    rules: FusionRules
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By view, what it is a view of."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -174,12 +205,17 @@ class _Fusion:
     """By equation that the kernel of a product does behind it, the product."""
     last: dict[int, int] = field(default_factory=dict[int, int])
     """By product the last of these."""
+    layouts: Layouts = field(default_factory=Layouts)
+    holds: list[bool] = field(default_factory=list[bool])
+    """By equation, whether a reduction of rows is on a path to it from the last product or other reduction."""
     largest: list[int] = field(default_factory=list[int])
     """The bytes of the largest array in memory that an equation is computed from, its own if that is in memory."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
 
     def run(self) -> tuple[Traffic, ...]:
+        if self.rules.holds_rows or self.rules.transposes_operands:
+            self.layouts = layouts_of(self.jaxpr)
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._note(number, eqn)
         for place, atom in enumerate(self.jaxpr.outvars):
@@ -188,9 +224,10 @@ class _Fusion:
                 reader -= 1 + place
                 self.kernels[reader] = frozenset([("stack", place)])
             self.readers[self._root(atom)].append(reader)
-        for number in reversed(range(len(self.jaxpr.eqns))) if self.product_sums or self.fuses_products else ():
-            if self._is_product(number):
-                self._extend(number)
+        if self.rules.product_sums or self.rules.fuses_products:
+            for number in reversed(range(len(self.jaxpr.eqns))):
+                if self._is_product(number):
+                    self._extend(number)
         self._find_largest()
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
@@ -228,22 +265,28 @@ class _Fusion:
         if number == len(self.jaxpr.eqns) or number in self.ends:
             return False
         eqn = self.jaxpr.eqns[number]
-        takes = self.kinds[number] == "fused" if self.fuses_products else eqn.primitive.name in _SUMS
+        takes = self.kinds[number] == "fused" if self.rules.fuses_products else eqn.primitive.name in _SUMS
         return takes and _extent(eqn.outvars) == _extent(self.jaxpr.eqns[product].outvars)
 
     def _is_product(self, number: int) -> bool:
         """Return true for a product whose kernel does more than the product."""
         name = self.jaxpr.eqns[number].primitive.name
-        return name in (PRODUCTS if self.fuses_products else MATRIX_PRODUCTS)
+        return name in (PRODUCTS if self.rules.fuses_products else MATRIX_PRODUCTS)
 
     def _kernel_with(self, number: int) -> _Kernel:
         """Return the kernel of a reduction: of the product whose result it reduces, or one of its own."""
         extent, behind = _extent(self.jaxpr.eqns[number].invars), self.behind[number]
-        if self.fuses_products and len(behind) == 1:
+        if self.rules.fuses_products and len(behind) == 1:
             (product,) = behind
             if self._is_product(product) and _extent(self.jaxpr.eqns[product].outvars) == extent:
                 return self._kernel_of(product)
         return (self.levels[number], extent)
+
+    def _holds(self, number: int, eqn: jc.JaxprEqn) -> bool:
+        """Return true for a reduction that each kernel computes which reads the rows that it reduces."""
+        if not (self.rules.holds_rows and self.layouts.rows[number]):
+            return False
+        return _extent(eqn.invars[:1]) <= _LONGEST_ROW * _extent(eqn.outvars)
 
     def _kernel_of(self, product: int) -> _Kernel:
         """Return the kernel of what is done behind a product."""
@@ -259,11 +302,14 @@ class _Fusion:
         """Note an equation's kind, level and operands."""
         operands = self._operands(number)
         makers = [self.makers[v] for v in operands if v in self.makers]
-        kind = kind_beside_products(eqn) if self.fuses_products else kind_of(eqn)
+        kind = kind_beside_products(eqn) if self.rules.fuses_products else kind_of(eqn)
         if kind == "fused" and operands and all(v is None for v in operands):
             kind = "constant"
+        holds = self._holds(number, eqn)
+        copies = self.rules.transposes_operands and kind == "view" and bool(self.layouts.transposed[number])
+        kind = "fused" if holds or copies else kind
         self.kinds.append(kind)
-        self._find_level(makers)
+        self._find_level(makers, holds)
         if kind == "view":
             self.roots[eqn.outvars[0]] = operands[0]
             return
@@ -272,12 +318,13 @@ class _Fusion:
             if v is not None:
                 self.readers[v].append(number)
 
-    def _find_level(self, makers: Sequence[int]) -> None:
+    def _find_level(self, makers: Sequence[int], holds: bool) -> None:
         """Note the level of the next equation, and what is behind it, of what makes its operands."""
         ends = {i: self.kinds[i] in ("apart", "reduction") for i in makers}
         level = max((self.levels[i] + end for i, end in ends.items()), default=0)
         highest = [i for i, end in ends.items() if self.levels[i] + end == level]
         self.levels.append(level)
+        self.holds.append(holds or any(self.holds[i] for i in highest if not ends[i]))
         self.behind.append(frozenset[int]().union(*(frozenset([i]) if ends[i] else self.behind[i] for i in highest)))
 
     def _place(self, number: int) -> None:
@@ -296,14 +343,20 @@ class _Fusion:
             own = self._kernel_with(number)
         else:
             wanting = {reader for reader in readers if self._wants(reader, number)}
+            transposing = {r for r in readers if self._is_transposed(eqn.outvars[0], r)} - wanting
+            if len(frozenset[_Kernel]().union(*(self.kernels[reader] for reader in transposing))) > 1:
+                wanting |= transposing
+                own = (*own, number)
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader not in wanting))
             if not wanting and (len(inside) <= 1 or not self._is_kept(eqn) or self._grows(number)):
                 self.kernels[number] = inside
                 return
-            if self.fuses_products and not self._is_kept(eqn):
+            if self.rules.fuses_products and not self._is_kept(eqn):
                 self.stored.add(number)
                 self.kernels[number] = inside | {own}
                 return
+            if self.holds[number]:
+                own = (*own[:2], number)
         self.stored.add(number)
         self.kernels[number] = frozenset((own,))
 
@@ -314,11 +367,20 @@ class _Fusion:
         """
         if reader < 0:
             return reader == _END
-        if not self.fuses_products:
+        if not self.rules.fuses_products:
+            if self.kinds[reader] == "reduction" and self.holds[reader] and self.holds[number]:
+                return True
             return self.kinds[reader] == "apart" or (reader in self.ends and not self._grows(number))
         if self._is_product(reader):
             return self.largest[number] > max(_bytes(self.jaxpr.eqns[number].outvars))
         return self.kinds[reader] == "apart"
+
+    def _is_transposed(self, v: Any, reader: int) -> bool:
+        """Return true if what reads an array needs it in another layout."""
+        if reader < 0 or not self.rules.transposes_operands:
+            return False
+        operands = self._operands(reader)
+        return any(operands[place] is v for place in self.layouts.transposed[reader])
 
     def _grows(self, number: int) -> bool:
         """Return true if what an equation makes is larger than what it reads."""
@@ -338,7 +400,9 @@ class _Fusion:
 
     def _is_kept(self, eqn: jc.JaxprEqn) -> bool:
         """Return true if a result is rather kept than computed twice."""
-        return eqn.primitive.name in DRAWS if self.fuses_products else is_expensive(eqn)
+        if self.rules.fuses_products:
+            return eqn.primitive.name in DRAWS
+        return is_expensive(eqn) and not (self.rules.holds_rows and eqn.primitive.name in _COMPUTED_AGAIN)
 
     def _traffic(self) -> tuple[Traffic, ...]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""
@@ -376,17 +440,16 @@ class _Fusion:
         reducing: set[Any] = set()
         for (number, kernel), moved in parts.items():
             group = groups.of((number, kernel))
-            # Random bits and products are priced by themselves.
-            apart = eqns[number].primitive.name in DRAWS | PRODUCTS
-            work[group] += 0.0 if apart else equation_flops(eqns[number])
+            work[group] += self._flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
-            reducing.update([group] if self.kinds[number] == "reduction" else [])
+            reducing.update([group] if kind_of(eqns[number]) == "reduction" else [])
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
         kept = [self._kept_of(number) for number in range(len(eqns))]
         written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
+        wasted = self._count_transposed(reads, more)
         found: list[Traffic] = []
         for number in range(len(eqns)):
             mine = [groups.of((number, kernel)) for kernel in self.kernels.get(number, ()) if (number, kernel) in parts]
@@ -398,9 +461,17 @@ class _Fusion:
                     flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
                     kept=kept[number],
                     reduces=any(group in reducing for group in mine),
+                    wasted=wasted[number],
                 )
             )
         return tuple(found)
+
+    def _flops(self, eqn: jc.JaxprEqn) -> float:
+        """Return the FLOPs of an equation in a kernel; random bits and products are priced by themselves."""
+        name = eqn.primitive.name
+        if name in DRAWS | PRODUCTS:
+            return 0.0
+        return equation_flops(eqn) * (self.rules.erf_flops if name in _ERROR_FUNCTIONS else 1.0)
 
     def _is_handed(self, maker: int, kernel: _Kernel) -> bool:
         """Return true if a product hands its result to a kernel, which does what is behind it."""
@@ -412,7 +483,7 @@ class _Fusion:
 
     def _kept_of(self, number: int) -> float:
         """Return how many of the bytes of its results an equation, or the kernel of a product, writes."""
-        if not self.fuses_products or not self._is_product(number):
+        if not self.rules.fuses_products or not self._is_product(number):
             return 1.0
         (result,), (made,) = (self.jaxpr.eqns[n].outvars for n in (self.last.get(number, number), number))
         return aval_bytes(result.aval) / aval_bytes(made.aval) * self._kept_share(result)
@@ -420,7 +491,7 @@ class _Fusion:
     def _kept_share(self, v: Any) -> float:
         """Return the share of an array's bytes that are in memory."""
         maker = self.makers.get(v)
-        if not self.fuses_products or maker is None or v.aval.dtype.name != "float32":
+        if not self.rules.fuses_products or maker is None or v.aval.dtype.name != "float32":
             return 1.0
         outside = [r for r in self.readers[v] if r < 0 or self.kernels.get(r) != self.kernels[maker]]
         narrow = self._is_product(self.ends.get(maker, maker)) and all(r >= 0 and self._is_product(r) for r in outside)
@@ -445,6 +516,49 @@ class _Fusion:
                 written[number][self.jaxpr.eqns[number].outvars.index(v)] += 2 + (number in self.stored)
                 kernels[number] += 1
         return kernels
+
+    def _count_transposed(self, reads: list[list[float]], kernels: list[int]) -> list[float]:
+        """Add what copies of arrays in other layouts read and write, with the first equation that reads each.
+
+        Returns what is wasted on each equation's behalf.
+        """
+        wasted = [0.0] * len(self.jaxpr.eqns)
+        if not self.rules.transposes_operands:
+            return wasted
+        seen: defaultdict[Any, set[Hashable]] = defaultdict(set[Hashable])
+        for number, transposed in enumerate(self.layouts.transposed):
+            for place, layout in transposed.items():
+                v = self._operands(number)[place]
+                if self.kinds[number] == "view" or layout in seen[v] or not self._is_copied(v, number):
+                    continue
+                payer, maker = number, self.makers.get(v)
+                if maker is not None and not seen[v] and self._is_made_transposed(v, maker):
+                    payer = maker
+                else:
+                    reads[number][place] += 2
+                    kernels[number] += 1
+                seen[v].add(layout)
+                wasted[payer] += writings(layout, v.aval.dtype.itemsize) - 1
+        return wasted
+
+    def _is_made_transposed(self, v: Any, maker: int) -> bool:
+        """Return true if what makes an array writes it in another layout than its own, since all readers need one."""
+        if self.kinds[maker] != "fused" or maker in self.ends:
+            return False
+        return all(self._is_transposed(v, reader) for reader in self.readers[v])
+
+    def _is_copied(self, v: Any, number: int) -> bool:
+        """Return true if an equation reads a copy of what it has transposed: several kernels do, or one of a product.
+
+        One kernel of equations element by element reads the array as it lies.
+        """
+        maker = self.makers.get(v)
+        if v is None or (maker is not None and not (self._is_written(maker) or maker in self.stored)):
+            return False
+        if self._is_product(number):
+            return True
+        readers = [r for r in self.readers[v] if self._is_transposed(v, r) and not self._is_product(r)]
+        return len(frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers))) > 1
 
     def _copy_input(self, v: Any, reads: list[list[float]], kernels: list[int]) -> None:
         """Count what a stack of an input of the body takes with the first equation that reads it."""

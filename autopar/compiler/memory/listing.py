@@ -19,7 +19,14 @@ from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import alone, fused_traffic, is_expensive, kind_beside_products, kind_of
+from autopar.compiler.jaxprs.fusion import (
+    FusionRules,
+    alone,
+    fused_traffic,
+    is_expensive,
+    kind_beside_products,
+    kind_of,
+)
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
 from autopar.compiler.memory.allocation import (
     Border,
@@ -172,10 +179,7 @@ class _Lister:
 
     def keep(self) -> None:
         """Keep what kernels of products write in the type in which they do, unless something apart reads it."""
-        machine = self.machine
-        found = fused_traffic(
-            self.block.jaxpr, product_sums=machine.product_sums, fuses_products=machine.fuses_products
-        )
+        found = fused_traffic(self.block.jaxpr, rules=FusionRules.of(self.machine))
         kept = {id(eqn): each.kept for eqn, each in zip(self.block.jaxpr.eqns, found, strict=True)}
         read, roots = self._read_by(lambda op: op.kind in ("apart", "barrier"))
         by_share: dict[float, set[Hashable]] = {}

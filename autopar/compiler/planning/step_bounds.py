@@ -40,7 +40,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED, REMAT
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.prepare import prepare
@@ -293,7 +293,9 @@ def _work_of_equations(
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
     costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (machine, at_once)]
     found: list[Work] = []
-    moved = fused_traffic(jaxpr, within, product_sums=machine.product_sums, fuses_products=machine.fuses_products)
+    # What crosses the border of a stage is laid out anew.
+    rules = FusionRules.of(machine)._replace(transposes_operands=False)
+    moved = fused_traffic(jaxpr, within, rules=rules)
     for eqn, kind, traffic in zip(jaxpr.eqns, equation_classes(jaxpr), moved, strict=True):
         if eqn.primitive.name in NESTED:
             found.append(_work_of_bodies(eqn, machine, known))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
 from autopar.compiler.sharding.layout import local_shape
@@ -59,12 +59,7 @@ def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | 
 
 def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None) -> dict[int, Traffic]:
     """Return the traffic of the equations of a program by their identities."""
-    found = fused_traffic(
-        block.jaxpr,
-        within,
-        product_sums=mesh_costs.machine.product_sums,
-        fuses_products=mesh_costs.machine.fuses_products,
-    )
+    found = fused_traffic(block.jaxpr, within, rules=FusionRules.of(mesh_costs.machine))
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 

@@ -9,7 +9,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.intra_op.mesh_tables import MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import alone, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.sharding.layout import all_layouts
@@ -54,7 +54,7 @@ def test_what_may_be_a_sum_is_decided_by_every_equation_for_itself():
 
 def test_seconds_of_all_strategies_are_those_of_each():
     jaxpr = program(lambda x, y, i: jnp.exp(x @ y)[i].max(1) * 2.0, real(64, 32), real(32, 48), np.arange(16))
-    for eqn, traffic in zip(jaxpr.eqns, fused_traffic(jaxpr, product_sums=True, fuses_products=False), strict=True):
+    for eqn, traffic in zip(jaxpr.eqns, fused_traffic(jaxpr, rules=FusionRules(product_sums=True)), strict=True):
         every = strategies(eqn, rule(eqn), GRID)
         found = mesh_tables(COSTS).alternatives(eqn, equation_classes(jaxpr)[jaxpr.eqns.index(eqn)], frozenset(), rule)
         for each in (traffic, alone(eqn)):

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, fused_traffic
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.params import scan_of
 
@@ -14,13 +14,13 @@ X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 ONE = 4 * 64 * 64
 
 
-def traffic(fn, *args, product_sums: bool = False, fuses_products: bool = False):
+def traffic(fn, *args, product_sums: bool = False, **compiler: float):
     """By equation, its name and its traffic."""
     jaxpr, _ = jc.open_jaxpr(normalize(jax.make_jaxpr(fn)(*args)))
-    return jaxpr, fused_traffic(jaxpr, product_sums=product_sums, fuses_products=fuses_products)
+    return jaxpr, fused_traffic(jaxpr, rules=FusionRules(product_sums, **compiler))
 
 
-def moved(fn, *args, **compiler: bool) -> float:
+def moved(fn, *args, **compiler: float) -> float:
     """Bytes read and written by all kernels, in arrays of X."""
     jaxpr, found = traffic(fn, *args, **compiler)
     read = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.reads, e.invars))
@@ -135,7 +135,7 @@ def moved_by_an_iteration(step, xs: int) -> float:
     jaxpr, _ = jc.open_jaxpr(normalize(closed))
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     body, _ = jc.open_jaxpr(scan_of(loop).body)
-    found = fused_traffic(body, loop, product_sums=False, fuses_products=False)
+    found = fused_traffic(body, loop, rules=FusionRules(product_sums=False))
     counts = [(n, v) for e, t in zip(body.eqns, found) for n, v in zip((*t.reads, *t.writes), (*e.invars, *e.outvars))]
     return sum(n * aval_bytes(v.aval) for n, v in counts) / ONE
 
@@ -166,6 +166,54 @@ def test_cheap_equations_are_computed_again_and_expensive_ones_kept():
     assert moved(twice(lambda x: x + 1.0), X) == pytest.approx(3, abs=0.05)
     # Written by the first kernel, which goes on to its sum, and read by the second.
     assert moved(twice(jnp.exp), X) == pytest.approx(4, abs=0.05)
+
+
+def normalized(x):
+    return (x - x.mean(1, keepdims=True)) / jnp.sqrt((x * x).mean(1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        pytest.param(jax.nn.softmax, 2, id="a softmax is one kernel"),
+        pytest.param(normalized, 2, id="and so is a normalization"),
+        pytest.param(lambda x: jax.nn.softmax(x, 0), 4, id="columns are read once more after each reduction"),
+        pytest.param(lambda x: jax.nn.softmax(x.T, 0).T, 2, id="what is innermost in memory is a row"),
+        pytest.param(lambda x: (y := normalized(x), y.sum(0)), 3, id="their columns are summed from memory"),
+        pytest.param(lambda x: (jnp.exp(x), jnp.exp(x).sum(0)), 2, id="what follows no row is summed where it is made"),
+    ],
+)
+def test_rows_are_held_in_one_kernel_where_the_compiler_does(fn, arrays: float):
+    assert moved(fn, X, holds_rows=True) == pytest.approx(arrays, abs=0.1)
+
+
+def test_rows_that_no_kernel_holds_are_read_after_each_reduction():
+    x = jax.ShapeDtypeStruct((4, 2**15), jnp.float32)
+    assert moved(jax.nn.softmax, x, holds_rows=True) * ONE == pytest.approx(4 * 4 * 4 * 2**15, rel=1e-3)
+
+
+HEADS = jax.ShapeDtypeStruct((2, 32, 4, 16), jnp.float32)
+WIDE = jax.ShapeDtypeStruct((2, 32, 64), jnp.float32)
+
+
+def scores(q, k):
+    return jnp.einsum("bqhk,bshk->bhqs", q, k)
+
+
+@pytest.mark.parametrize(
+    ("fn", "operands", "arrays"),
+    [
+        pytest.param(scores, [HEADS, HEADS], 4 + 2 + 2, id="heads between the other dimensions"),
+        pytest.param(lambda q, k: scores(q + 1.0, k), [HEADS, HEADS], 4 + 2 + 2, id="written so where computed"),
+        pytest.param(lambda q: scores(q, q), [HEADS], 3 + 2, id="one copy for all that read it"),
+        pytest.param(lambda x, w: x.T @ w, [X, X], 3, id="a transposed matrix is read as it is"),
+        pytest.param(lambda x: x.transpose(2, 0, 1).reshape(64, 64), [WIDE], 0, id="a view of adjacent dimensions"),
+        pytest.param(lambda x: x.T + 1.0, [X], 2, id="what is computed stays in its layout"),
+        pytest.param(lambda x, y: x + y.T, [X, X], 3, id="one kernel reads both layouts"),
+    ],
+)
+def test_operands_of_products_are_transposed_unless_their_dimensions_are_side_by_side(fn, operands, arrays: float):
+    assert moved(fn, *operands, transposes_operands=True) == pytest.approx(arrays, abs=0.1)
 
 
 def test_an_optimizer_is_one_kernel_for_each_parameter():
@@ -213,6 +261,11 @@ def test_what_is_computed_in_a_kernel_with_a_reduction_is_told_from_what_is_not(
         return (jnp.exp(x) * x).sum(1), jnp.tanh(y) + 1.0
 
     jaxpr = jax.make_jaxpr(step)(jnp.ones((64, 64)), jnp.ones((64, 64))).jaxpr
-    found = fused_traffic(jaxpr, product_sums=True, fuses_products=False)
+    found = fused_traffic(jaxpr, rules=FusionRules(product_sums=True))
     reducing = {eqn.primitive.name: each.reduces for eqn, each in zip(jaxpr.eqns, found, strict=True)}
     assert reducing == {"exp": True, "mul": True, "reduce_sum": True, "tanh": False, "add": False}
+
+
+def test_error_functions_are_as_many_operations_as_the_machine_says():
+    _, (found,) = traffic(jax.lax.erfc, X, erf_flops=160.0)
+    assert found.flops_per_byte == 160 / 8

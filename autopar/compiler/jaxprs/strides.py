@@ -1,0 +1,251 @@
+"""Find how XLA lays the dimensions of a jaxpr's arrays out in memory, and which operands it has to transpose.
+
+    jaxpr  ->  by equation and operand, the order that the operand is transposed to, None where it is read as it is
+
+An array is laid out as it is made: inputs and the results of products with the last dimension innermost, what is
+computed element by element as its operand that was made first, a transposition or reshape as what it is a view of. A
+layout is a stride for each dimension, in elements. A product reads an operand whose batch dimensions are outermost and
+whose contracted and other dimensions are each side by side; of any other it reads a transposed copy. So does a reshape
+that no strides can express, and an equation element by element that meets arrays of two layouts, of the later one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import (
+    ARGUMENT_REDUCTIONS,
+    CONSTRAINTS,
+    COPIES,
+    ELEMENTWISE,
+    JOINS,
+    LABELS,
+    MATRIX_PRODUCTS,
+    REDUCTIONS,
+    RESHAPES,
+    SLICINGS,
+)
+
+Strides = tuple[int, ...]
+Layout = tuple[tuple[int, int], ...]
+"""From the outermost dimension to the innermost, its size and its stride in what is transposed."""
+_LARGE = 8
+"""An operand decides about the layout of a result of up to so many times its size."""
+_BYTES_AT_ONCE = 64
+_KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
+_VIEWS = CONSTRAINTS | COPIES | LABELS
+
+
+@dataclass(kw_only=True, eq=False)
+class Layouts:
+    """The layouts of the arrays of a jaxpr."""
+
+    transposed: list[dict[int, Layout]] = field(default_factory=list[dict[int, Layout]])
+    """By equation and place of an operand that it reads a transposed copy of, the layout of the copy."""
+    rows: list[bool] = field(default_factory=list[bool])
+    """By equation, whether it reduces the innermost dimensions of its operand."""
+    strides: dict[Any, Strides] = field(default_factory=dict[Any, Strides])
+    """By array; those that are the same everywhere, or too small to matter, have none."""
+    made: dict[Any, int] = field(default_factory=dict[Any, int])
+    """By array, which equation makes it, or what it is a view of."""
+
+    def note(self, number: int, eqn: jc.JaxprEqn) -> None:
+        """Find the layout of an equation's results, and the operands that it has transposed."""
+        name = eqn.primitive.name
+        self.transposed.append({})
+        self.rows.append(False)
+        self.made.update((v, number) for v in eqn.outvars)
+        if name == "broadcast_in_dim":
+            return
+        if name in _VIEWS or name == "transpose" or name in RESHAPES:
+            self._view(eqn)
+            return
+        if name in REDUCTIONS | ARGUMENT_REDUCTIONS:
+            self._reduce(eqn)
+            return
+        if name in _KEEPS_LAYOUT:
+            self._compute(eqn)
+            return
+        if name in MATRIX_PRODUCTS:
+            self._multiply(eqn)
+        self.strides.update((v, _compact(_shape(v))) for v in eqn.outvars)
+
+    def transpose_early(self, jaxpr: jc.Jaxpr) -> None:
+        """Have the operands of an equation element by element transposed in place of its result, if one reads that."""
+        readers: defaultdict[Any, list[tuple[int, int]]] = defaultdict(list)
+        for number, eqn in enumerate(jaxpr.eqns):
+            for place, v in enumerate(eqn.invars):
+                if not isinstance(v, jc.Literal):
+                    readers[v].append((number, place))
+        left = {v for v in jaxpr.outvars if not isinstance(v, jc.Literal)}
+        for number in reversed(range(len(jaxpr.eqns))):
+            eqn = jaxpr.eqns[number]
+            if eqn.primitive.name not in ELEMENTWISE or self.transposed[number]:
+                continue
+            (result,) = eqn.outvars
+            if result in left or len(readers[result]) != 1:
+                continue
+            reader, place = readers[result][0]
+            if jaxpr.eqns[reader].primitive.name in ELEMENTWISE and place in self.transposed[reader]:
+                layout = self.transposed[reader].pop(place)
+                large = [n for n, v in enumerate(eqn.invars) if self._of(v) is not None and _shape(v) == _shape(result)]
+                self.transposed[number].update(dict.fromkeys(large, layout))
+
+    def _of(self, atom: Any) -> Strides | None:
+        """Return the strides of an operand."""
+        if isinstance(atom, jc.Literal):
+            return None
+        return self.strides.get(atom) if atom in self.made else _compact(_shape(atom))
+
+    def _view(self, eqn: jc.JaxprEqn) -> None:
+        (operand, *_), (result,) = eqn.invars, eqn.outvars
+        strides = self._of(operand)
+        self.made[result] = -1 if isinstance(operand, jc.Literal) else self.made.get(operand, -1)
+        if strides is None:
+            return
+        if eqn.primitive.name == "transpose":
+            self.strides[result] = tuple(strides[dim] for dim in jp.permutation_of(eqn))
+            return
+        if eqn.primitive.name in RESHAPES:
+            shape = _shape(operand)
+            found = _reshaped(shape, strides, _shape(result))
+            if found is None:
+                self.transposed[-1][0] = _merged(shape, strides, range(len(shape)))
+                found = _compact(_shape(result))
+            strides = found
+        self.strides[result] = strides
+
+    def _compute(self, eqn: jc.JaxprEqn) -> None:
+        """Lay a result out as the operand that was made first, and have those that lie otherwise transposed."""
+        rank, size = len(_shape(eqn.outvars[0])), math.prod(_shape(eqn.outvars[0]))
+        places = [
+            (self.made.get(v, -1), place)
+            for place, v in enumerate(eqn.invars)
+            if self._of(v) is not None and len(_shape(v)) == rank and math.prod(_shape(v)) * _LARGE >= size
+        ]
+        if not places:
+            return
+        of = {place: self._of(eqn.invars[place]) or () for _, place in places}
+        _, first = min(places)
+        order = _order(of[first])
+        self.strides.update((v, _in_order(_shape(v), order)) for v in eqn.outvars)
+        for place, strides in of.items():
+            shape = _shape(eqn.invars[place])
+            moved = [dim for dim in order if shape[dim] > 1]
+            if moved != [dim for dim in _order(strides) if shape[dim] > 1]:
+                self.transposed[-1][place] = _merged(shape, strides, moved)
+
+    def _reduce(self, eqn: jc.JaxprEqn) -> None:
+        operand = eqn.invars[0]
+        strides, shape = self._of(operand), _shape(operand)
+        if strides is None:
+            return
+        reduced = set(jp.dimensions_of(eqn))
+        inner = [strides[dim] for dim in reduced if shape[dim] > 1]
+        outer = [strides[dim] for dim in range(len(shape)) if dim not in reduced and shape[dim] > 1]
+        self.rows[-1] = bool(inner) and max(inner) < min(outer, default=math.inf)
+        order = [dim for dim in _order(strides) if dim not in reduced]
+        kept = [dim for dim in range(len(shape)) if dim not in reduced]
+        for v in eqn.outvars:
+            self.strides[v] = _in_order(_shape(v), [kept.index(dim) for dim in order])
+
+    def _multiply(self, eqn: jc.JaxprEqn) -> None:
+        """Have operands transposed whose batch, contracted or other dimensions are not side by side."""
+        dimensions = jp.dot_dimensions(eqn)
+        left = self._of(eqn.invars[0])
+        pairs = sorted(zip(*dimensions.contracted, strict=True), key=lambda pair: -left[pair[0]] if left else 0)
+        for place in (0, 1):
+            operand = eqn.invars[place]
+            strides, shape = self._of(operand), _shape(operand)
+            if strides is None:
+                continue
+            contracted, batch = [pair[place] for pair in pairs], dimensions.batch[place]
+            free = [dim for dim in range(len(shape)) if dim not in {*contracted, *batch}]
+            sides = [_merged(shape, strides, dims) for dims in (contracted, free)]
+            batches = _merged(shape, strides, batch)
+            together = all(len(each) <= 1 for each in (batches, *sides))
+            outermost = not batches or all(stride < batches[0][1] for side in sides for _, stride in side)
+            if not (together and outermost):
+                # Either side may be innermost.
+                outer, inner = sorted(sides, key=lambda side: -min((stride for _, stride in side), default=0))
+                self.transposed[-1][place] = (*batches, *outer, *inner)
+
+
+def layouts_of(jaxpr: jc.Jaxpr) -> Layouts:
+    """Return the layouts of a jaxpr's arrays."""
+    layouts = Layouts()
+    for number, eqn in enumerate(jaxpr.eqns):
+        layouts.note(number, eqn)
+    layouts.transpose_early(jaxpr)
+    return layouts
+
+
+def writings(layout: Layout, itemsize: int) -> float:
+    """Return how many bytes memory takes for each byte of a transposed copy that is written there.
+
+    A kernel has tiles of the innermost dimensions of what it reads and of what it writes. Where others lie between
+    these, it writes no more at once than the innermost has, and memory takes 64 bytes at a time.
+    """
+    *outer, (size, stride) = layout or ((1, 1),)
+    if stride == 1 or (outer and outer[-1][1] == 1):
+        return 1.0
+    return max(1.0, _BYTES_AT_ONCE / (size * itemsize))
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _compact(shape: Sequence[int]) -> Strides:
+    """Return the strides of an array whose last dimension is innermost."""
+    return _in_order(shape, range(len(shape)))
+
+
+def _in_order(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Return the strides of an array without gaps, from the outermost dimension to the innermost."""
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def _order(strides: Strides) -> list[int]:
+    """Return the dimensions from the outermost to the innermost."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _merged(shape: Sequence[int], strides: Strides, dims: Sequence[int]) -> Layout:
+    """Return size and stride of dimensions, those that lie inside each other without gaps as one."""
+    found: list[tuple[int, int]] = []
+    for dim in dims:
+        size, stride = shape[dim], strides[dim]
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            size *= found.pop()[0]
+        found.append((size, stride))
+    return tuple(found)
+
+
+def _reshaped(shape: Sequence[int], strides: Strides, new: Sequence[int]) -> Strides | None:
+    """Return the strides of the same elements in another shape; None if no strides express that."""
+    parts = list(_merged(shape, strides, range(len(shape))))
+    found = [1] * len(new)
+    for dim in reversed(range(len(new))):
+        size = new[dim]
+        if size == 1:
+            continue
+        if not parts or parts[-1][0] % size:
+            return None
+        rest, stride = parts.pop()
+        found[dim] = stride
+        if rest > size:
+            parts.append((rest // size, stride * size))
+    return tuple(found)
