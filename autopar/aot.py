@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.arguments import Call
+from autopar.changes import Asked, Change
 from autopar.checks import as_reduce_dtype
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
@@ -44,7 +45,7 @@ from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
 from autopar.dump import dump_name, write_dump
-from autopar.errors import AutoparError, InvalidArgument, StragglerWarning, Unsupported
+from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, StragglerWarning, Unsupported
 from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
 from autopar.fixes import Fixes, find_fixes
@@ -415,7 +416,7 @@ class Planned:
             method=self.method if isinstance(self.method, Method) else None,
             cluster=cluster,
             cut=lambda plan: passes.cut_step(self.trace, plan),
-            made=lambda method: Traced(trace=self.trace, source=self.source).plan(method).plan,
+            made=lambda method: Traced(trace=self.trace, source=self.source).planned(method).plan,
             price=price,
             fits=lambda plan: all(mesh.peak_bytes <= limits[mesh.machine] for mesh in report(plan).meshes),
             limits=limits,
@@ -504,7 +505,7 @@ class Planned:
 
     def fixes(self) -> Fixes:
         """Return what to write instead of the method, by what it gains; each suggestion is planned and simulated."""
-        return _fixes(Traced(trace=self.trace, source=self.source), self.method, self.describe())
+        return Traced(trace=self.trace, source=self.source).fixes_of(self.method, self.describe())
 
     def view(
         self,
@@ -554,11 +555,22 @@ class Traced:
     def plan(self, method: Method | Plan | None = None) -> Planned:
         """Decide everything, by the step's method or another one.
 
-        What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
+        What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar. Raises `MemoryTooSmall` where
+        no plan fits, whose message, when it is read, says what change would: each is planned then, and simulated.
         """
+        asked = self.source.target.method if method is None else method
+        try:
+            found = self.planned(asked)
+        except MemoryTooSmall as error:
+            raise self._with_changes(error, asked) from None
+        if isinstance(asked, Auto) and found.plan.certificate is not None:
+            say(f"{self.trace.name}: {found.plan.choice()}")
+        return found
+
+    def planned(self, asked: Method | Plan | Followed) -> Planned:
+        """Decide everything as `plan` does, and say nothing of it; where nothing fits, of no changes either."""
         target = self.source.target
         cluster = target.devices_planned_for()
-        asked = target.method if method is None else method
         trace = self.trace.reducing_in(None if isinstance(asked, Followed) else as_reduce_dtype(asked.reduce_dtype))
 
         last: dict[int, tuple[Plan, SimulationReport]] = {}  # the one whose time and memory are asked for in turn
@@ -588,8 +600,6 @@ class Traced:
                 )
             )
             note_whole_inputs(trace, plan)
-        if isinstance(asked, Auto) and plan.certificate is not None:
-            say(f"{trace.name}: {plan.choice()}")
         scopes = tuple(map(str, scopes_kept(trace, asked)))
         return Planned(plan=plan, trace=trace, source=self.source, method=asked, scopes=scopes)
 
@@ -602,10 +612,41 @@ class Traced:
         """Return what to write instead of a method, by default the step's, for a step without a plan or a slow one."""
         asked = self.source.target.method if method is None else method
         try:
-            now = self.plan(method).describe()
+            now = self.planned(asked).describe()
         except AutoparError as error:
             now = error
-        return _fixes(self, asked, now)
+        return self.fixes_of(asked, now)
+
+    def fixes_of(self, method: Method | Plan | Followed | None, now: PlanDescription | AutoparError) -> Fixes:
+        """Return what to write instead of a method that makes this plan, or raises this error."""
+        cluster, batch = self.source.target.devices_planned_for(), self.trace.batch_inputs
+        return find_fixes(
+            Asked(
+                method=method if isinstance(method, Method) else None,
+                cluster=cluster,
+                rows=self.trace.num_rows if batch else None,
+                undonated=self.trace.undonated_state,
+                differentiates=self.trace.differentiates,
+            ),
+            self._describe_changed,
+            now=now,
+        )
+
+    def _with_changes(self, error: MemoryTooSmall, asked: Method | Plan | Followed) -> MemoryTooSmall:
+        return MemoryTooSmall(
+            lambda: error.shortage,
+            least_share=lambda: error.least_share,
+            changes=lambda: self.fixes_of(asked, error).lesson(),
+        )
+
+    def _describe_changed(self, change: Change) -> PlanDescription:
+        """Plan with a change. On a cluster it is planned on paper: the processes do not agree on what does not run."""
+        changed, session = self, self.source.target.session
+        if change.cluster is not None or session is not None:
+            changed = changed.on_cluster(change.cluster or session.cluster)
+        if change.donated:
+            changed = replace(changed, trace=self.trace.donating(change.donated))
+        return changed.planned(change.method).describe()
 
     def _agreed(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that all processes of the session obey; one of them makes it."""
@@ -627,16 +668,6 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.trace)
-
-
-def _fixes(traced: Traced, method: Method | Plan | Followed | None, now: PlanDescription | AutoparError) -> Fixes:
-    batch = traced.trace.batch_inputs
-    return find_fixes(
-        method if isinstance(method, Method) else None,
-        lambda other: traced.plan(other).describe(),
-        now=now,
-        rows=traced.trace.inputs[batch[0]].aval.shape[0] if batch else None,
-    )
 
 
 def _with_options(method: Method | Plan | Followed | None, options: Mapping[str, Any]) -> Method | Plan | None:

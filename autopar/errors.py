@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
@@ -38,22 +39,42 @@ class SolverFailed(AutoparError, RuntimeError):
 
 
 class MemoryTooSmall(InvalidArgument):
-    """A memory budget that no plan fits; the message says the least that was found, and what takes it.
+    """A memory budget that no plan fits: the least that was found, what takes it, and the changes that would fit.
 
-    A message that takes long to find is given as a function, which is called when the message is first read: a search
-    meets many of these errors, and shows one at most.
+    What takes long to find is given as a function, which is called when it is first read: a search meets many of these
+    errors, and shows one at most.
     """
 
-    def __init__(self, message: str | Callable[[], str]) -> None:
-        """Keep the message, or what finds it."""
-        super().__init__(message)
+    def __init__(
+        self,
+        shortage: str | Callable[[], str],
+        *,
+        least_share: float | Callable[[], float] = math.nan,
+        changes: str | Callable[[], str] = "",
+    ) -> None:
+        """Keep what is missing, the budget that was found to be enough (1.5: half as much again), and what helps."""
+        super().__init__(shortage)
+        self._shortage, self._least_share, self._changes = shortage, least_share, changes
+
+    @property
+    def shortage(self) -> str:
+        """What is missing, and what takes the memory, without what helps."""
+        if callable(self._shortage):
+            self._shortage = self._shortage()
+        return self._shortage
+
+    @property
+    def least_share(self) -> float:
+        """The least budget that was found to be enough, as a multiple of the one that is too small; NaN if none was."""
+        if callable(self._least_share):
+            self._least_share = self._least_share()
+        return self._least_share
 
     def __str__(self) -> str:
         """Return the message."""
-        (message,) = self.args
-        if callable(message):
-            self.args = (message(),)
-        return str(self.args[0])
+        if callable(self._changes):
+            self._changes = self._changes()
+        return f"{self.shortage} {self._changes}".rstrip()
 
     def __reduce__(self) -> tuple[type[MemoryTooSmall], tuple[str]]:
         """Return what makes an equal error in another process."""

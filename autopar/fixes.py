@@ -1,19 +1,20 @@
-"""Look for what to write instead of a method: by what it gains, each suggestion planned and simulated.
+"""Look for what to write instead of a method: each change planned and simulated.
 
-    Method, its plan  ->  Method, ...   one option changed, or another way to parallelize
-                      ->  Fixes         those that fit or are faster, the best first
+    Asked, its plan or error  ->  Change, ...   one option changed, another method, other devices (`autopar.changes`)
+                              ->  Fixes         those that fit or are faster
 
-Nothing is estimated: a suggestion has the time and the memory of the plan that it makes. What leaves most open comes
-first, and a search that keeps more fixed than one without a plan is not made: it has none either.
+Nothing is estimated: a change has the time and the memory of the plan that it makes. Where the present plan fits, the
+fastest comes first; where nothing fits, the smallest change. What leaves most open is tried first, and a search that
+keeps more fixed than one without a plan is not made: it has none either.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -21,28 +22,53 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from autopar.changes import (
+    GAIN,
+    SHORT_LIMIT_S,
+    Asked,
+    Change,
+    changes_that_fit,
+    changes_that_gain,
+    in_short,
+    leaves_open,
+    more_devices,
+    more_memory,
+    size_words,
+)
 from autopar.description import PlanDescription
-from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, ReplicatedWarning
-from autopar.ir.schedules import SCHEDULES
-from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, default_of, method_words
+from autopar.errors import AutoparError, MemoryTooSmall, ReplicatedWarning
+from autopar.ir.plan import Plan
+from autopar.methods import Auto, Method, SearchMethod, method_words
 from autopar.plain_text import as_text
 
-_GAIN = 1e-3
-"""Relative: what gains less is no fix."""
+_BUDGETS = 3
+"""The larger budgets that are tried, each the least that was found to be enough by the one before."""
+_UNKNOWN_SHARE = 1.25
+"""Of a budget: the next larger one, where nothing says what is enough."""
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fix:
-    """A method to write instead, and what its plan runs; without a plan, `refused` says why."""
+    """A change, and what its plan runs; without a plan, `refused` says why."""
 
-    method: Method
+    change: Change
     described: PlanDescription | None
     refused: str = ""
+    is_short: bool = False
+    """True if memory is what a plan lacks."""
+    least_share: float = math.nan
+    """Of one that does not fit: the multiple of the memory that was found to be enough; NaN if none was."""
+
+    @property
+    def method(self) -> Method:
+        """The method to write instead."""
+        return self.change.method
 
     @property
     def words(self) -> str:
-        """The method as it is written."""
-        return method_words(self.method)
+        """The method as it is written, with what else changes."""
+        return self.change.written
 
     @property
     def fits(self) -> bool:
@@ -57,7 +83,7 @@ class Fix:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixes:
-    """Everything that was tried for a step, what fits first and then the fastest.
+    """Everything that was tried for a step: what fits first, by its time, or by its size where the present does not.
 
     `now` is what the present method makes, and `reason` the error if it makes no plan.
     """
@@ -72,8 +98,18 @@ class Fixes:
         here = self.now
         if here is None or not here.simulated.fits:
             return tuple(each for each in self.tried if each.fits)
-        most_s = (1 - _GAIN) * here.simulated.step_time_s
+        most_s = (1 - GAIN) * here.simulated.step_time_s
         return tuple(each for each in self.tried if each.fits and each.step_time_s < most_s)
+
+    def lesson(self) -> str:
+        """Return the changes that fit in words, the smallest first, or that none does."""
+        if not self.better:
+            tried = ", ".join(dict.fromkeys(each.change.words for each in self.tried))
+            return f"None of the changes that were planned fits: {tried}." if tried else ""
+        searched = any(isinstance(each.method, SearchMethod) for each in self.better)
+        limit = f' by effort="fast" and {SHORT_LIMIT_S:g} s: more may find faster plans' * searched
+        lines = (f"  {each.change.words}: {_price(each, self.now)}" for each in self.better)
+        return "\n".join([f"Each of these was planned and fits, the smallest change first{limit}:", *lines])
 
     def to_data(self) -> dict[str, Any]:
         """Return everything that was tried as JSON values."""
@@ -82,7 +118,7 @@ class Fixes:
             "reason": self.reason,
             "better": [each.words for each in self.better],
             "tried": [
-                {"method": each.words, "refused": each.refused}
+                {"method": each.words, "change": each.change.words, "refused": each.refused}
                 | ({} if each.described is None else _figures(each.described))
                 for each in self.tried
             ],
@@ -119,103 +155,100 @@ class Fixes:
 
 
 def find_fixes(
-    method: Method | None,
-    describe: Callable[[Method], PlanDescription],
-    *,
-    now: PlanDescription | AutoparError,
-    rows: int | None,
+    asked: Asked, describe: Callable[[Change], PlanDescription], *, now: PlanDescription | AutoparError
 ) -> Fixes:
-    """Return what other methods make of a step, beside what there is `now`, or the error if there is no plan.
+    """Return what changes make of a step, beside what there is `now`, or the error if there is no plan.
 
-    `describe` plans by a method and simulates; `rows` are the examples of the batch, if it has any.
+    `describe` plans with a change and simulates; where nothing fits, at most 25 times.
     """
     here = None if isinstance(now, AutoparError) else now
-    without_plan = [method] if isinstance(now, MemoryTooSmall) and isinstance(method, Auto) else []
-    tried: list[Fix] = []
-    for other in dict.fromkeys(each for each in _others(method, here, rows) if each != method):
-        wider = next((each for each in without_plan if _leaves_open(each, other)), None)
+    is_short = isinstance(now, MemoryTooSmall) if here is None else not here.simulated.fits
+    without_plan = [asked.method] if here is None and is_short and isinstance(asked.method, Auto) else []
+    tried, known = list[Fix](), [asked.method]
+
+    def attempt(change: Change) -> Fix:
+        wider = None if change.donated else next((m for m in without_plan if leaves_open(m, change.method)), None)
         if wider is not None:
             refused = f"{method_words(wider)} leaves open what this fixes, and no plan of it fits"
-            tried.append(Fix(method=other, described=None, refused=refused))
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ReplicatedWarning)  # it is about what is planned, and not chosen yet
-                tried.append(Fix(method=other, described=describe(other)))
-        except AutoparError as error:
-            tried.append(Fix(method=other, described=None, refused=str(error)))
-            without_plan += [other] if isinstance(error, MemoryTooSmall) and isinstance(other, Auto) else []
-    order = sorted(tried, key=lambda each: (not each.fits, each.step_time_s, each.words))
-    return Fixes(now=here, reason=str(now) if here is None else "", tried=tuple(order))
+            return Fix(change=change, described=None, refused=refused)
+        fix = _planned(replace(change, method=in_short(change.method)) if is_short else change, describe)
+        if fix.is_short and isinstance(change.method, Auto) and not change.donated:
+            without_plan.append(change.method)
+        return fix
+
+    groups = changes_that_fit(asked, here) if is_short else ([each] for each in changes_that_gain(asked, here))
+    for group in groups:
+        for change in group:
+            if change.donated or change.method not in known:
+                known.append(change.method)
+                tried.append(attempt(change))
+                if is_short and tried[-1].fits:
+                    break
+    if is_short and asked.method is not None:
+        tried += _on_other_devices(asked, describe, now)
+    order = sorted(tried, key=lambda each: (not each.fits, is_short and each.change.size, each.step_time_s, each.words))
+    return Fixes(now=here, reason=_reason(now) if isinstance(now, AutoparError) else "", tried=tuple(order))
 
 
-def _others(method: Method | None, now: PlanDescription | None, rows: int | None) -> Iterator[Method]:
-    """Yield the method with one option changed, and other methods; a search before those that it contains."""
-    if isinstance(method, Auto):
-        yield from _opened(method, now)
+def _planned(change: Change, describe: Callable[[Change], PlanDescription]) -> Fix:
+    """Return what a change comes to."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReplicatedWarning)  # it is about what is planned, and not chosen yet
+            return Fix(change=change, described=describe(change))
+    except MemoryTooSmall as error:
+        share = error.least_share
+        return Fix(change=change, described=None, refused=_reason(error), is_short=True, least_share=share)
+    except AutoparError as error:
+        return Fix(change=change, described=None, refused=str(error))
+
+
+def _on_other_devices(
+    asked: Asked, describe: Callable[[Change], PlanDescription], now: PlanDescription | AutoparError
+) -> Iterator[Fix]:
+    """Yield what more memory comes to, the least that is known to be enough, and what more devices do."""
+    if isinstance(now, MemoryTooSmall):
+        share = now.least_share
     else:
-        yield Auto()
-        if method is not None:
-            yield from _changed(method, now, rows)
-    if not isinstance(method, Zero):
-        yield Zero(stage=3, memory=method.memory if isinstance(method, Auto) else "adaptive")
-    if not isinstance(method, DataParallel):
-        yield DataParallel()
+        assert isinstance(now, PlanDescription)
+        share = max(mesh.peak_bytes / mesh.memory_limit_bytes for mesh in now.simulated.meshes)
+    assert asked.method is not None
+    brief = replace(asked, method=in_short(asked.method))
+    for _ in range(_BUDGETS):
+        share = share if share > 1 else _UNKNOWN_SHARE
+        fix = _planned(more_memory(brief, share), describe)
+        yield fix
+        if fix.fits:
+            break
+        share *= fix.least_share if fix.least_share > 1 else _UNKNOWN_SHARE
+    larger = more_devices(brief)
+    if larger is not None:
+        yield _planned(larger, describe)
 
 
-def _opened(method: Auto, now: PlanDescription | None) -> Iterator[Method]:
-    """Yield a search with nothing fixed, or all of a device's memory, or with each fixed option left open.
-
-    An option that is open already has been searched, so that fixing it finds nothing better.
-    """
-    opened = {name: default_of(each) for name, each in _OPTIONS.items() if name in _OPEN} | {"axis_names": None}
-    everything = replace(method, **opened)
-    yield everything
-    if now is None:
-        yield replace(everything, memory=1.0)
-    elif now.plan.certificate is not None and now.plan.certificate.gap > _GAIN:
-        yield replace(method, effort="thorough", time_limit_s=10 * method.time_limit_s)
-    for name in _OPEN:
-        names = ("mesh_shape", "axis_names") if name == "mesh_shape" else (name,)
-        yield replace(method, **{each: opened[each] for each in names})
+def _reason(error: AutoparError) -> str:
+    return error.shortage if isinstance(error, MemoryTooSmall) else str(error)
 
 
-_OPTIONS = {each.name: each for each in fields(Auto)}
-_OPEN = ("num_stages", "layers", "mesh_shape", "num_microbatches", "schedule", "remat", "pins")
-"""Options of `Auto` whose default leaves everything open."""
+def _price(fix: Fix, now: PlanDescription | None) -> str:
+    """Return the time and the memory of a plan that fits, what it computes again, and what is largest in it."""
+    assert fix.described is not None
+    report = fix.described.simulated
+    gain = "" if now is None else f" ({100 * (report.step_time_s / now.simulated.step_time_s - 1):+.2g} %)"
+    taken, limit = size_words(report.peak_bytes), size_words(report.memory_limit_bytes)
+    again = _computed_again(fix.described.plan)
+    largest = ", ".join(f"{size_words(each.nbytes)} {each.category} {each.name}" for each in report.memory[:_NUM_NAMED])
+    holds = f"; the most of it {largest}" if fix.change.cluster is not None else ""
+    return f"{1e3 * report.step_time_s:.4g} ms per step{gain}, {taken} of {limit} per device{again}{holds}"
 
 
-def _leaves_open(wide: Auto, method: Method) -> bool:
-    """Return whether a search contains all plans of another one."""
-    if not isinstance(method, SearchMethod):
-        return False
-    narrow = method if isinstance(method, Auto) else method.search()
-    return all(
-        getattr(wide, name) == getattr(narrow, name) or (name in _OPEN and getattr(wide, name) == default_of(each))
-        for name, each in _OPTIONS.items()
-        if name not in ("effort", "time_limit_s", "axis_names")
-    )
-
-
-def _changed(method: Method, now: PlanDescription | None, rows: int | None) -> Iterator[Method]:
-    """Yield the method with one of its options changed."""
-    given = {each.name: getattr(method, each.name) for each in fields(method)}
-    here = 1 if now is None else now.plan.num_microbatches
-    changes: list[tuple[str, Any]] = []
-    if "num_microbatches" in given and rows:
-        changes += [("num_microbatches", n) for n in (here // 2, 2 * here, 4 * here) if n and rows % n == 0]
-    if "schedule" in given and now is not None and now.plan.num_stages > 1:
-        several = now.plan.num_stages > len(now.plan.meshes)
-        alike = [name for name, each in SCHEDULES.items() if (each.virtual_stages != (1,)) == several]
-        changes += [("schedule", name) for name in alike if name != now.plan.schedule]
-    if given.get("remat", True) is not True:
-        changes.append(("remat", True))
-    if given.get("offload") == "off":
-        changes.append(("offload", "optimizer"))
-    changes += [("zero", stage) for stage in range(given.get("zero", 3) + 1, 4)]
-    for name, value in changes:
-        with suppress(InvalidArgument):  # such as a ZeRO stage without replicas
-            yield replace(method, **{name: value})
+def _computed_again(plan: Plan) -> str:
+    stages = [str(number) for number, stage in enumerate(plan.stages) if stage.remat]
+    if stages:
+        return f"; stages {', '.join(stages)} computed again"
+    names = () if plan.sharding is None else plan.sharding.recomputed
+    rest = ", ..." * (len(names) > _NUM_NAMED)
+    return f"; {len(names)} layers computed again: {', '.join(names[:_NUM_NAMED])}{rest}" if names else ""
 
 
 def _figures(described: PlanDescription) -> dict[str, Any]:

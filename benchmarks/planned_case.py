@@ -165,7 +165,7 @@ def _searched(
             ablated = name in ABLATIONS and cluster.num_devices > 1
             found = ablated_plan(traced, cluster, method, name) if ablated else traced.plan(method)
         except MemoryTooSmall as error:
-            reason = str(error)
+            reason = error.shortage
         else:
             return _timed(found, cluster)
     return _OutOfMemory(why=reason)

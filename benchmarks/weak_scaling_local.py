@@ -93,7 +93,7 @@ def timed(
     try:
         planned = step.trace(workload.abstract_state, workload.abstract_batch).plan()
     except MemoryTooSmall as error:
-        return row_of(workload, gpus=count, method=name, step_time_s=None, plan=f"out of memory: {error}")
+        return row_of(workload, gpus=count, method=name, step_time_s=None, plan=f"out of memory: {error.shortage}")
     plan_time_s = time.perf_counter() - begin
     sharding = planned.plan.sharding
     step_time_s = _median_s(planned.lower().compile(), workload, repetitions)

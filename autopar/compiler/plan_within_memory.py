@@ -69,18 +69,20 @@ def plan_that_fits(
         if tried[-1] <= budget:
             return plan
         if len(tried) == _ATTEMPTS:
-            raise MemoryTooSmall(_lesson(budget, tried))
+            raise MemoryTooSmall(_shortage(budget, tried), least_share=min(tried) / budget)
         limit *= budget / tried[-1] * _BELOW
         try:
             plan = made(replace(method, memory=limit), checked=True)
         except MemoryTooSmall as error:
-            raise MemoryTooSmall(f"{_lesson(budget, tried)} For {limit / 2**20:.1f} MiB: {error}") from None
+            raise MemoryTooSmall(
+                f"{_shortage(budget, tried)} For {limit / 2**20:.1f} MiB: {error.shortage}",
+                least_share=min(tried) / budget,
+            ) from None
 
 
-def _lesson(budget: float, tried: Sequence[float]) -> str:
+def _shortage(budget: float, tried: Sequence[float]) -> str:
     plans = "The plan" if len(tried) == 1 else f"Each of the {len(tried)} plans"
     return (
         f"{plans} made for {budget / 2**20:.1f} MiB per device needs more when it is compiled, at least "
-        f"{min(tried) / 2**20:.1f} MiB. Raise the budget to that, give the step more devices, split the batch into "
-        "more microbatches, or donate the state."
+        f"{min(tried) / 2**20:.1f} MiB."
     )

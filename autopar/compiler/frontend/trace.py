@@ -109,6 +109,18 @@ class Trace:
         """The numbers of the inputs that carry the batch, on their first axis."""
         return self.batch.inputs
 
+    @property
+    def undonated_state(self) -> tuple[int, ...]:
+        """The numbers of the arguments that the step replaces as a whole, and may not overwrite."""
+        state, donated = set(self.state_outputs.values()), set(self.donated_inputs)
+        others = {leaf.argument for i, leaf in enumerate(self.inputs) if i not in state or i in donated}
+        return tuple(sorted({leaf.argument for leaf in self.inputs if leaf.argument is not None} - others))
+
+    def donating(self, arguments: Collection[int]) -> Trace:
+        """Return the same step that may overwrite these arguments as well."""
+        more = (i for i, leaf in enumerate(self.inputs) if leaf.argument in arguments)
+        return replace(self, donated_inputs=tuple(sorted({*self.donated_inputs, *more})))
+
     def reducing_in(self, dtype: str | None) -> Trace:
         """Return the same step with gradients of fewer bits summed in a type; None: in their own."""
         if dtype == self.reduce_dtype:

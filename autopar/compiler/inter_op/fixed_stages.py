@@ -164,8 +164,7 @@ def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: 
     each = ", wherever they are cut" if num_stages > 1 else ""
     return MemoryTooSmall(
         f"{num_layers} layers do not fit into {stages} of {submesh.num_devices} devices with "
-        f"{memory_bytes / 2**30:.3g} GiB each{each}. Use more stages or devices, more microbatches, "
-        'remat=True, or schedule="1f1b".'
+        f"{memory_bytes / 2**30:.3g} GiB each{each}."
     )
 
 

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count, pairwise
 from typing import Any, Literal, NoReturn
 
@@ -411,10 +412,11 @@ def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num
             "Give more devices, smaller submeshes or more stages."
         )
 
-    def message() -> str:
+    @cache
+    def found() -> tuple[str, float]:
         return _shortage(tables, memory_bytes, *_smallest(fitting, max(memory_bytes), high, smallest))
 
-    raise MemoryTooSmall(message)
+    raise MemoryTooSmall(lambda: found()[0], least_share=lambda: found()[1])
 
 
 def _smallest(
@@ -431,7 +433,10 @@ def _smallest(
     return smallest
 
 
-def _shortage(tables: CostTables, memory_bytes: tuple[float, ...], stages: list[StageChoice], count: int) -> str:
+def _shortage(
+    tables: CostTables, memory_bytes: tuple[float, ...], stages: list[StageChoice], count: int
+) -> tuple[str, float]:
+    """Return in words what is missing, and the multiple of all memory that is enough."""
     excesses: list[tuple[float, int, float, float]] = []
     for number, (m, start, stop, _) in enumerate(stages):
         in_flight = tables.timing.num_in_flight(stages_behind=len(stages) - 1 - number, num_stages=count)
@@ -442,10 +447,10 @@ def _shortage(tables: CostTables, memory_bytes: tuple[float, ...], stages: list[
     m, start, stop, _ = stages[number]
     gib = 2.0**30
     budgets = " and ".join(f"{each / gib:.3g}" for each in memory_bytes)
-    return (
+    words = (
         f"No partition of {tables.num_layers} layers into stages on {tables.num_devices} devices fits into "
         f"{budgets} GiB per device. The smallest has {len(stages)} stages; its stage {number}, "
         f"layers [{start}, {stop}) on {tables.submeshes[m]} devices with {in_flight:.3g} microbatches in flight, needs "
-        f"{peak / gib:.3g} GiB: {excess / gib:.3g} GiB are missing. Use more devices, recompute "
-        f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule.name}").'
+        f"{peak / gib:.3g} GiB: {excess / gib:.3g} GiB are missing."
     )
+    return words, max(each_peak / (each_peak - each) for each, _, _, each_peak in excesses)

@@ -308,10 +308,11 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: f
         )
     except NoneWithin as none:
         least = search.program(none.least.assignment).memory
-        raise MemoryTooSmall(_lesson(search, least, limit + none.least.bound)) from None
+        share = least.peak_bytes * (1 + search.headroom) / search.budget_bytes
+        raise MemoryTooSmall(_shortage(search, least, limit + none.least.bound), least_share=share) from None
 
 
-def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
+def _shortage(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
     named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:NUM_NAMED])
     needed = least.peak_bytes * (1 + search.headroom)
     bound = min(needed, bound_bytes * (1 + search.headroom))
@@ -319,9 +320,7 @@ def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> 
     return (
         f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
         f"{_size(needed)} by the plan of least memory that was found, of which {_size(least.arguments_bytes)} are its "
-        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}. Give it more "
-        "devices, split the batch into more microbatches, recompute layers (jax.checkpoint), donate the state, or "
-        f"raise the budget to {_size(needed)}."
+        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}."
     )
 
 

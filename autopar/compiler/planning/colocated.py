@@ -53,8 +53,7 @@ def colocated_stages(problem: StageProblem, ranges: RangeCosts, timing: Timing) 
     if not found:
         raise MemoryTooSmall(
             f"The stages {', '.join(map(str, problem.named_stages))} do not fit on {problem.hardware} with "
-            f"{problem.memory_bytes / 2**30:.3g} GiB each. Use more devices, more microbatches, remat=True, or take "
-            "the colocation away."
+            f"{problem.memory_bytes / 2**30:.3g} GiB each. Without the colocation each may lie on its own."
         )
     found = sorted(found, key=lambda each: each[0])[:_MOST_SIMULATED]
     simulated = [

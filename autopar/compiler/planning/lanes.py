@@ -136,7 +136,8 @@ class ShardedLanes:
                 raise MemoryTooSmall(
                     f"A lane on {stage.submesh} devices of {problem.machine_of(stage.submesh).name} needs "
                     f"{each.peak_bytes / 2**30:.3g} GiB of each, and may use "
-                    f"{problem.memory_of(stage.submesh) / 2**30:.3g} GiB. Use more and smaller microbatches, or stages."
+                    f"{problem.memory_of(stage.submesh) / 2**30:.3g} GiB.",
+                    least_share=each.peak_bytes / problem.memory_of(stage.submesh),
                 )
         return cls(ranges=ranges, stages=stages, bare=bare, graph=graph, layouts=layouts)
 

@@ -48,10 +48,6 @@ def search_with_offload(problem: StageProblem, simulated: Simulated) -> Plan:
     try:
         found.append(search_plan(problem, simulated.step_s))
     except AutoparError as error:
-        if isinstance(error, MemoryTooSmall) and not problem.offloads and problem.trace.differentiates:
-            raise MemoryTooSmall(
-                f'{error} Or let values that no task uses live in the memory of the hosts: offload="auto".'
-            ) from None
         refused = error
     if not problem.offloads and found:
         return found[0]  # nothing to be held against, nor a host that may be too small

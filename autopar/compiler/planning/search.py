@@ -24,6 +24,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -519,8 +520,8 @@ class _Search:
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
         raise MemoryTooSmall(
             f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
-            f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
-            "and smaller microbatches, or a larger budget."
+            f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less.",
+            least_share=sharded.peak_bytes / sharded.memory_bytes,
         )
 
     def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
@@ -573,13 +574,26 @@ class _Search:
     def reason(self) -> AutoparError:
         """Return the error that says best why there is no plan: memory before all, if that is what is missing."""
         shortages = [error for error in self.errors if isinstance(error, MemoryTooSmall)]
+        if not shortages:
+            return self.errors[-1]
+
+        @cache
+        def least() -> MemoryTooSmall:
+            return min(shortages, key=lambda each: math.inf if math.isnan(each.least_share) else each.least_share)
+
+        return MemoryTooSmall(
+            lambda: least().shortage + self.memory_of_groups(), least_share=lambda: least().least_share
+        )
+
+    def memory_of_groups(self) -> str:
+        """Return what the devices of every group may use, in words; nothing where they are all of one kind."""
         hardware = self.space.problem.hardware
-        if not shortages or not hardware.is_mixed:
-            return (shortages or self.errors)[-1]
+        if not hardware.is_mixed:
+            return ""
         limits = (memory_limit(self.space.problem.method.memory, group.machine) / 2**30 for group in hardware.groups)
         groups = zip(hardware.groups, limits, strict=True)
         each = ", ".join(f"{n} has {group} with {limit:.3g} GiB each" for n, (group, limit) in enumerate(groups))
-        return MemoryTooSmall(f"{shortages[-1]} Of the groups {each}; submeshes without a group lie in 0.")
+        return f" Of the groups {each}; submeshes without a group lie in 0."
 
 
 def _memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
