@@ -25,7 +25,7 @@ from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, defa
 
 GAIN = 1e-3
 """Relative: what gains less is no fix."""
-SHORT_LIMIT_S = 1.0
+SHORT_LIMIT_S = 0.2
 """Of a search that only tells whether a change fits, and by how much."""
 _DOUBLINGS = 6
 """Of the number of microbatches, until a plan fits."""

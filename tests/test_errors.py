@@ -443,3 +443,6 @@ def test_a_message_that_takes_long_is_found_once_and_when_it_is_read() -> None:
     assert not found
     assert str(error) == str(error) == str(pickle.loads(pickle.dumps(error))) == "0.5 GiB are missing."
     assert len(found) == 1
+    error = MemoryTooSmall("0.5 GiB are missing.", least_share=1.5, changes=find)
+    assert error.shortage == "0.5 GiB are missing." and error.least_share == 1.5 and len(found) == 1
+    assert str(error) == "0.5 GiB are missing. 0.5 GiB are missing." and len(found) == 2

@@ -1,6 +1,7 @@
 """What another choice would give is what it gives: each answer is compared with a plan made anew."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,12 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.changes import SHORT_LIMIT_S, Asked, in_short, size_words
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.fixes import find_fixes, method_words
 from autopar.plan_difference import plan_difference
 from tests.small_steps import sgd
 from tests.test_description import arguments, deep_loss
 
+STAGE = autopar.PipelineParallel(num_stages=1, num_microbatches=2)
 STAGES = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
 
 
@@ -108,32 +111,104 @@ def test_what_has_no_plan_is_given_what_has():
     assert fixes.better and "There is no plan" in str(fixes)
 
 
+def asked_of(method):
+    return Asked(method=method, cluster=autopar.Cluster(num_devices=8, kind="cpu"), rows=32)
+
+
 def test_no_search_is_made_inside_of_one_that_found_nothing():
     asked = []
 
-    def describe(method):
-        asked.append(method)
-        raise MemoryTooSmall("no room")
+    def describe(change):
+        asked.append(change)
+        raise MemoryTooSmall("no room", least_share=2.0)
 
     method = autopar.Auto(memory=1e9, num_stages=2, mesh_shape=(4,), remat=False)
-    fixes = find_fixes(method, describe, now=MemoryTooSmall("no room"), rows=32)
-    assert asked == [autopar.Auto(memory=1e9), autopar.Auto(memory=1.0), autopar.DataParallel()]
-    skipped = {each.words: each.refused for each in fixes.tried if each.method not in asked}
+    fixes = find_fixes(asked_of(method), describe, now=MemoryTooSmall("no room", changes="not read"))
+    brief = partial(autopar.Auto, effort="fast", time_limit_s=SHORT_LIMIT_S)
+    wide, hosts, *larger, more = [each.method for each in asked]
+    assert wide == brief(memory=1e9) and hosts == replace(in_short(method), offload="auto")
+    assert [each.memory for each in larger] == [1_250_001_250, "adaptive", "adaptive"] and more == in_short(method)
+    assert asked[-1].cluster.num_devices == 16
+    skipped = {each.words: each.refused for each in fixes.tried if each.method not in [each.method for each in asked]}
     inside = "Auto(memory=1000000000.0) leaves open what this fixes, and no plan of it fits"
     assert skipped["Zero(memory=1000000000.0)"] == inside
     assert skipped["Auto(num_stages=2, memory=1000000000.0, remat=False)"] == inside
     assert not fixes.better and fixes.reason == "no room"
+    assert fixes.lesson().startswith("None of the changes that were planned fits: ") and "16 devices" in fixes.lesson()
 
 
 def test_what_a_search_left_open_is_not_searched_again():
     asked = []
 
-    def describe(method):
-        asked.append(method)
+    def describe(change):
+        asked.append(change.method)
         raise InvalidArgument("not here")
 
-    find_fixes(autopar.Auto(), describe, now=InvalidArgument("not here"), rows=32)
-    assert asked == [autopar.Auto(memory=1.0), autopar.Zero(), autopar.DataParallel()]
+    find_fixes(asked_of(autopar.Auto()), describe, now=InvalidArgument("not here"))
+    assert asked == [autopar.Zero(), autopar.DataParallel()]
+
+
+def roomy(cluster, memory_bytes):
+    return autopar.Cluster(num_devices=cluster.num_devices, machine=replace(cluster.machine, memory_bytes=memory_bytes))
+
+
+HERE = autopar.Cluster(num_devices=8, kind="cpu")
+SHORT = {
+    "a search": (autopar.Auto(), 9e4),
+    "a search within a budget": (autopar.Zero(memory=1.5e5), 2**31),
+    "a search with all fixed": (autopar.Auto(num_stages=2, num_microbatches=2, remat=False), 1e5),
+    "stages by hand": (STAGES, 1.1e5),
+    "degrees by hand": (autopar.Megatron(tensor=2), 1.5e5),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_where_nothing_fits_changes_that_do_are_told_with_the_time_and_memory_of_their_plans(name):
+    method, memory_bytes = SHORT[name]
+    here = roomy(HERE, memory_bytes)
+
+    def step(method, cluster, **options):
+        return autopar.parallelize(sgd(deep_loss), method=method, cluster=cluster, **options).trace(*arguments())
+
+    refused = step(method, here)
+    try:
+        message = refused.plan().fixes().lesson()
+    except MemoryTooSmall as error:
+        message = str(error)
+        assert message.startswith(error.shortage) and error.shortage in refused.fixes().reason
+    fixes = refused.fixes()
+    lines = [line for line in message.splitlines() if line.startswith("  ")]
+    assert [line.split(": ")[0].strip() for line in lines] == [each.change.words for each in fixes.better]
+    sizes = [each.change.size for each in fixes.better]
+    assert lines and sizes == sorted(sizes)
+    for fix, line in zip(fixes.better, lines, strict=True):
+        change = fix.change
+        made = step(change.method, change.cluster or here, donate_argnums=change.donated).plan().simulate()
+        assert made.fits and made.step_time_s == fix.step_time_s
+        assert f"{1e3 * made.step_time_s:.4g} ms per step" in line and size_words(made.peak_bytes) in line
+
+
+def test_a_state_that_may_be_overwritten_is_the_smallest_change():
+    def step(**options):
+        cluster = roomy(autopar.Cluster(num_devices=1, kind="cpu"), 4e5)
+        return autopar.parallelize(sgd(deep_loss), method=STAGE, cluster=cluster, **options).trace(*arguments())
+
+    planned = step().plan()
+    assert not planned.simulate().fits
+    first = planned.fixes().better[0]
+    assert first.change.words == "donate_argnums=(0,)" and first.words == f"{method_words(STAGE)}, donate_argnums=(0,)"
+    made = step(donate_argnums=(0,)).plan().simulate()
+    assert made.fits and made.step_time_s == first.step_time_s
+    assert all(each.change.donated == () for each in step(donate_argnums=(0,)).fixes().tried)
+
+
+def test_changes_are_looked_for_when_the_message_is_read():
+    refused = traced(autopar.Auto(memory=3e4, num_stages=1, num_microbatches=1, mesh_shape=(8,), remat=False))
+    with pytest.raises(MemoryTooSmall) as caught:
+        refused.plan()
+    assert callable(caught.value._changes)
+    assert caught.value.least_share > 1 and callable(caught.value._changes)
+    assert "per step" in str(caught.value) and not callable(caught.value._changes)
 
 
 def test_methods_are_written_as_they_are_given():

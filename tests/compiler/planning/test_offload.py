@@ -47,7 +47,7 @@ def test_a_gpt_whose_state_is_one_and_a_half_times_the_budget_trains_as_the_plai
     budget = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state())) / 1.5
     options = {"devices": jax.devices()[:1], "donate_argnums": 0}
     without = autopar.parallelize(train_step, method=Auto(memory=budget), **options)
-    with pytest.raises(MemoryTooSmall, match=r'Or let values .* live in the memory of the hosts: offload="auto"'):
+    with pytest.raises(MemoryTooSmall, match=r"\n  offload='auto' \(now 'off'\): .* per step"):
         without.trace(new_state(), batch()).plan()
     searched = autopar.parallelize(train_step, method=Auto(memory=budget, offload="auto"), **options)
     planned = searched.trace(new_state(), batch()).plan()
