@@ -156,12 +156,12 @@ def size_words(nbytes: float) -> str:
     """Return bytes in the largest unit that has a whole of them.
 
     >>> size_words(3.5 * 2**30)
-    '3.50 GiB'
+    '3.5 GiB'
     """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes >= 100 * size else f"{nbytes / size:#.3g} {unit}"
-    return f"{nbytes / 1024:.3g} KiB"
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} bytes"
 
 
 def in_short(method: Method) -> Method:

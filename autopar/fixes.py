@@ -234,7 +234,7 @@ def _price(fix: Fix, now: PlanDescription | None) -> str:
     """Return the time and the memory of a plan that fits, what it computes again, and what is largest in it."""
     assert fix.described is not None
     report = fix.described.simulated
-    gain = "" if now is None else f" ({100 * (report.step_time_s / now.simulated.step_time_s - 1):+.2g} %)"
+    gain = "" if now is None else f" ({100 * (report.step_time_s / now.simulated.step_time_s - 1):+.3g} %)"
     taken, limit = size_words(report.peak_bytes), size_words(report.memory_limit_bytes)
     again = _computed_again(fix.described.plan)
     largest = ", ".join(f"{size_words(each.nbytes)} {each.category} {each.name}" for each in report.memory[:_NUM_NAMED])
