@@ -217,8 +217,8 @@ def _changed_to_fit(asked: Asked, now: PlanDescription | None) -> Iterator[list[
         yield list(_with_each(method, "zero", range(given.get("zero", 3) + 1, 4)))
         if given.get("remat") is False:
             yield list(_with_each(method, "remat", [True]))
-        if given.get("schedule") == "gpipe" and now is not None and now.plan.num_stages > 1:
-            yield list(_with_each(method, "schedule", [DEFAULT_SCHEDULE]))
+        if now is not None and now.plan.num_stages == len(now.plan.meshes) > 1:
+            yield list(_with_each(method, "schedule", [DEFAULT_SCHEDULE]))  # few microbatches at once
     if isinstance(method, Zero):
         yield list(_with_each(method, "stage", range(method.stage + 1, 4)))
     if given.get("offload") == "off" and asked.differentiates:

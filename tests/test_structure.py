@@ -42,6 +42,7 @@ PACKAGES = (
         "chakra",
         "description",
         "plan_difference",
+        "changes",
         "fixes",
         "explorer",
         "session",
