@@ -14,7 +14,7 @@ from autopar.changes import SHORT_LIMIT_S, Asked, in_short, size_words
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.fixes import find_fixes, method_words
 from autopar.plan_difference import plan_difference
-from tests.small_steps import mlp_batch, mlp_loss, mlp_params, sgd
+from tests.small_steps import draw, mlp_loss, sgd
 from tests.test_description import arguments, deep_loss
 
 STAGES = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
@@ -152,16 +152,17 @@ def roomy(cluster, memory_bytes):
 
 
 SHORT = {
-    "alone": (None, 300.0),
-    "a search within a budget": (autopar.Auto(num_stages=1, num_microbatches=1, memory=400.0), 2**31),
-    "stages by hand": (autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="gpipe"), 600.0),
-    "degrees by hand": (autopar.Megatron(tensor=2), 500.0),
+    "alone": (None, 19200.0),
+    "a search within a budget": (autopar.Auto(num_stages=1, num_microbatches=1, memory=25600.0), 2**31),
+    "stages by hand": (autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="gpipe"), 38400.0),
+    "degrees by hand": (autopar.Megatron(tensor=2), 32000.0),
 }
 
 
-def small(method, cluster, **options):
+def small(method, cluster, rows=64, **options):
     options = {"method": method, "cluster": cluster, "batch_argnums": 1, **options}
-    return autopar.parallelize(sgd(mlp_loss), **options).trace(mlp_params(), mlp_batch())
+    layers = [{"w": draw(i, 32, 32), "b": draw(9 + i, 32)} for i in range(2)]
+    return autopar.parallelize(sgd(mlp_loss), **options).trace(layers, (draw(20, rows, 32), draw(21, rows, 32)))
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -188,12 +189,12 @@ def test_where_nothing_fits_changes_that_do_are_told_with_the_time_and_memory_of
 
 def test_a_state_that_may_be_overwritten_is_the_smallest_change():
     one, method = autopar.Cluster(num_devices=1, kind="cpu"), autopar.DataParallel()
-    needed = [small(method, one, donate_argnums=each).plan().simulate().peak_bytes for each in ((), (0,))]
+    needed = [small(method, one, 8, donate_argnums=each).plan().simulate().peak_bytes for each in ((), (0,))]
     assert needed[1] < needed[0]
     here = roomy(one, (needed[0] + needed[1]) / 2)
-    first = small(method, here).plan().fixes().better[0]
+    first = small(method, here, 8).plan().fixes().better[0]
     assert first.change.words == "donate_argnums=(0,)" and first.words == "DataParallel(), donate_argnums=(0,)"
-    made = small(method, here, donate_argnums=(0,))
+    made = small(method, here, 8, donate_argnums=(0,))
     assert made.plan().simulate().fits and made.plan().simulate().step_time_s == first.step_time_s
     assert not made.trace.undonated_state
 
