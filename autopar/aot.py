@@ -8,6 +8,7 @@ step.trace(state, batch)   Traced      the jaxpr
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -48,7 +49,7 @@ from autopar.dump import dump_name, write_dump
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, StragglerWarning, Unsupported
 from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
-from autopar.fixes import Fixes, find_fixes
+from autopar.fixes import MOST_S, Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Run
@@ -617,8 +618,17 @@ class Traced:
             now = error
         return self.fixes_of(asked, now)
 
-    def fixes_of(self, method: Method | Plan | Followed | None, now: PlanDescription | AutoparError) -> Fixes:
-        """Return what to write instead of a method that makes this plan, or raises this error."""
+    def fixes_of(
+        self,
+        method: Method | Plan | Followed | None,
+        now: PlanDescription | AutoparError,
+        *,
+        most_s: float = math.inf,
+    ) -> Fixes:
+        """Return what to write instead of a method that makes this plan, or raises this error.
+
+        No change is begun after `most_s` seconds of the processor.
+        """
         cluster, batch = self.source.target.devices_planned_for(), self.trace.batch_inputs
         return find_fixes(
             Asked(
@@ -630,13 +640,14 @@ class Traced:
             ),
             self._describe_changed,
             now=now,
+            most_s=most_s,
         )
 
     def _with_changes(self, error: MemoryTooSmall, asked: Method | Plan | Followed) -> MemoryTooSmall:
         return MemoryTooSmall(
             lambda: error.shortage,
             least_share=lambda: error.least_share,
-            changes=lambda: self.fixes_of(asked, error).lesson(),
+            changes=lambda: self.fixes_of(asked, error, most_s=MOST_S).lesson(),
         )
 
     def _describe_changed(self, change: Change) -> PlanDescription:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ _BUDGETS = 3
 _UNKNOWN_SHARE = 1.25
 """Of a budget: the next larger one, where nothing says what is enough."""
 _NUM_NAMED = 3
+MOST_S = 60.0
+"""Of the processor, after which an error that is to be read begins with no further change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,8 @@ class Fixes:
     now: PlanDescription | None
     reason: str
     tried: tuple[Fix, ...]
+    stopped: bool = False
+    """True if time ended it before everything was tried."""
 
     @property
     def better(self) -> tuple[Fix, ...]:
@@ -103,13 +108,14 @@ class Fixes:
 
     def lesson(self) -> str:
         """Return the changes that fit in words, the smallest first, or that none does."""
+        rest = " Others were not planned, for want of time: trace(...).fixes() does." * self.stopped
         if not self.better:
             tried = ", ".join(dict.fromkeys(each.change.words for each in self.tried))
-            return f"None of the changes that were planned fits: {tried}." if tried else ""
+            return (f"None of the changes that were planned fits: {tried}." * bool(tried) + rest).lstrip()
         searched = any(isinstance(each.method, SearchMethod) for each in self.better)
         limit = f' by effort="fast" and {SHORT_LIMIT_S:g} s: more may find faster plans' * searched
         lines = (f"  {each.change.words}: {_price(each, self.now)}" for each in self.better)
-        return "\n".join([f"Each of these was planned and fits, the smallest change first{limit}:", *lines])
+        return "\n".join([f"Each of these was planned and fits, the smallest change first{limit}.{rest}", *lines])
 
     def to_data(self) -> dict[str, Any]:
         """Return everything that was tried as JSON values."""
@@ -155,12 +161,18 @@ class Fixes:
 
 
 def find_fixes(
-    asked: Asked, describe: Callable[[Change], PlanDescription], *, now: PlanDescription | AutoparError
+    asked: Asked,
+    describe: Callable[[Change], PlanDescription],
+    *,
+    now: PlanDescription | AutoparError,
+    most_s: float = math.inf,
 ) -> Fixes:
     """Return what changes make of a step, beside what there is `now`, or the error if there is no plan.
 
-    `describe` plans with a change and simulates; where nothing fits, at most 25 times.
+    `describe` plans with a change and simulates; where nothing fits, at most 25 times, and begins none after `most_s`
+    seconds of the processor.
     """
+    end_s = time.process_time() + most_s
     here = None if isinstance(now, AutoparError) else now
     is_short = isinstance(now, MemoryTooSmall) if here is None else not here.simulated.fits
     without_plan = [asked.method] if here is None and is_short and isinstance(asked.method, Auto) else []
@@ -177,17 +189,27 @@ def find_fixes(
         return fix
 
     groups = changes_that_fit(asked, here) if is_short else ([each] for each in changes_that_gain(asked, here))
+    stopped = False
     for group in groups:
         for change in group:
             if change.donated or change.method not in known:
+                stopped = stopped or time.process_time() >= end_s
+                if stopped:
+                    break
                 known.append(change.method)
                 tried.append(attempt(change))
                 if is_short and tried[-1].fits:
                     break
     if is_short and asked.method is not None:
-        tried += _on_other_devices(asked, describe, now)
+        stopped = stopped or time.process_time() >= end_s
+        tried += () if stopped else _on_other_devices(asked, describe, now)
     order = sorted(tried, key=lambda each: (not each.fits, is_short and each.change.size, each.step_time_s, each.words))
-    return Fixes(now=here, reason=_reason(now) if isinstance(now, AutoparError) else "", tried=tuple(order))
+    return Fixes(
+        now=here,
+        reason=_reason(now) if isinstance(now, AutoparError) else "",
+        tried=tuple(order),
+        stopped=stopped,
+    )
 
 
 def _planned(change: Change, describe: Callable[[Change], PlanDescription]) -> Fix:

@@ -136,6 +136,15 @@ def test_no_search_is_made_inside_of_one_that_found_nothing():
     assert fixes.lesson().startswith("None of the changes that were planned fits: ") and "16 devices" in fixes.lesson()
 
 
+def test_an_error_begins_with_no_change_once_its_time_is_up():
+    def describe(change):
+        raise AssertionError("time is up")
+
+    fixes = find_fixes(asked_of(autopar.Auto()), describe, now=MemoryTooSmall("no room"), most_s=0.0)
+    assert fixes.stopped and not fixes.tried
+    assert "Others were not planned, for want of time: trace(...).fixes() does." in fixes.lesson()
+
+
 def test_what_a_search_left_open_is_not_searched_again():
     asked = []
 
