@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,7 +50,7 @@ from autopar.dump import dump_name, write_dump
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, StragglerWarning, Unsupported
 from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
-from autopar.fixes import MOST_S, Fixes, find_fixes
+from autopar.fixes import MOST_S, QUICK_S, Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Run
@@ -557,13 +558,15 @@ class Traced:
         """Decide everything, by the step's method or another one.
 
         What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar. Raises `MemoryTooSmall` where
-        no plan fits, whose message, when it is read, says what change would: each is planned then, and simulated.
+        no plan fits, whose message, when it is read, says what change would: each is planned then, and simulated. Of a
+        step that takes long to plan it says only that `fixes` does that.
         """
         asked = self.source.target.method if method is None else method
+        began_s = time.process_time()
         try:
             found = self.planned(asked)
         except MemoryTooSmall as error:
-            raise self._with_changes(error, asked) from None
+            raise self._with_changes(error, asked, is_quick=time.process_time() - began_s < QUICK_S) from None
         if isinstance(asked, Auto) and found.plan.certificate is not None:
             say(f"{self.trace.name}: {found.plan.choice()}")
         return found
@@ -643,12 +646,15 @@ class Traced:
             most_s=most_s,
         )
 
-    def _with_changes(self, error: MemoryTooSmall, asked: Method | Plan | Followed) -> MemoryTooSmall:
-        return MemoryTooSmall(
-            lambda: error.shortage,
-            least_share=lambda: error.least_share,
-            changes=lambda: self.fixes_of(asked, error, most_s=MOST_S).lesson(),
-        )
+    def _with_changes(
+        self, error: MemoryTooSmall, asked: Method | Plan | Followed, *, is_quick: bool
+    ) -> MemoryTooSmall:
+        def changes() -> str:
+            if not is_quick:
+                return "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
+            return self.fixes_of(asked, error, most_s=MOST_S).lesson()
+
+        return MemoryTooSmall(lambda: error.shortage, least_share=lambda: error.least_share, changes=changes)
 
     def _describe_changed(self, change: Change) -> PlanDescription:
         """Plan with a change. On a cluster it is planned on paper: the processes do not agree on what does not run."""

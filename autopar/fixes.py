@@ -47,8 +47,8 @@ _BUDGETS = 3
 _UNKNOWN_SHARE = 1.25
 """Of a budget: the next larger one, where nothing says what is enough."""
 _NUM_NAMED = 3
-MOST_S = 60.0
-"""Of the processor, after which an error that is to be read begins with no further change."""
+QUICK_S, MOST_S = 5.0, 30.0
+"""Of the processor: if planning took no longer, its error looks for what fits, and begins with nothing after so long."""
 
 
 @dataclass(frozen=True, kw_only=True)

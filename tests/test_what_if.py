@@ -1,6 +1,7 @@
 """What another choice would give is what it gives: each answer is compared with a plan made anew."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -174,6 +175,14 @@ def small(method, cluster, rows=64, **options):
     return autopar.parallelize(sgd(mlp_loss), **options).trace(layers, (draw(20, rows, 32), draw(21, rows, 32)))
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Errors that look for changes however busy the machine is."""
+    monkeypatch.setattr("autopar.aot.QUICK_S", math.inf)
+    monkeypatch.setattr("autopar.aot.MOST_S", math.inf)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", SHORT)
 def test_where_nothing_fits_changes_that_do_are_told_with_the_time_and_memory_of_their_plans(name):
     method, memory_bytes = SHORT[name]
@@ -208,6 +217,7 @@ def test_a_state_that_may_be_overwritten_is_the_smallest_change():
     assert not made.trace.undonated_state
 
 
+@pytest.mark.usefixtures("patient")
 def test_changes_are_looked_for_when_the_message_is_read():
     method, memory_bytes = SHORT["a search within a budget"]
     refused = small(method, roomy(autopar.Cluster(num_devices=2, kind="cpu"), memory_bytes))
@@ -216,6 +226,16 @@ def test_changes_are_looked_for_when_the_message_is_read():
     assert callable(caught.value._changes)
     assert caught.value.least_share > 1 and callable(caught.value._changes)
     assert "per step" in str(caught.value) and not callable(caught.value._changes)
+
+
+def test_of_what_takes_long_to_plan_an_error_plans_nothing_more(monkeypatch):
+    monkeypatch.setattr("autopar.aot.QUICK_S", 0.0)
+    monkeypatch.setattr("autopar.aot.find_fixes", lambda *_, **__: pytest.fail("planned"))
+    method, memory_bytes = SHORT["a search within a budget"]
+    with pytest.raises(MemoryTooSmall) as caught:
+        small(method, roomy(autopar.Cluster(num_devices=2, kind="cpu"), memory_bytes)).plan()
+    asks = "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
+    assert str(caught.value) == f"{caught.value.shortage} {asks}"
 
 
 def test_methods_are_written_as_they_are_given():
