@@ -48,7 +48,7 @@ _UNKNOWN_SHARE = 1.25
 """Of a budget: the next larger one, where nothing says what is enough."""
 _NUM_NAMED = 3
 QUICK_S, MOST_S = 5.0, 30.0
-"""Of the processor: if planning took no longer, its error looks for what fits, and begins with nothing after so long."""
+"""Of the processor: an error of planning that took no longer looks for what fits, and begins nothing after so long."""
 
 
 @dataclass(frozen=True, kw_only=True)

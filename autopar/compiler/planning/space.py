@@ -242,8 +242,8 @@ class Space:
             yield few, min(2 * (few - 1), most)
             few = 2 * few - 1
         marked = any(is_layer_boundary(eqn) for eqn in jc.all_equations(self.cuttable.trace.jaxpr))
-        if not self.problem.hardware.is_mixed and self.problem.method.layers is None and not marked:
-            # As if that number were given, which cuts the layers finer.
+        if self.cuttable.takes_all_devices and self.problem.method.layers is None and not marked:
+            # All are of one size, so that between too few of them and more than the layers there may be none.
             yield from ((number, number) for number in equal_counts(self.cuttable, most + 1, self.problem.num_devices))
 
     @cached_property
