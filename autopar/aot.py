@@ -50,7 +50,7 @@ from autopar.dump import dump_name, write_dump
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, StragglerWarning, Unsupported
 from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
-from autopar.fixes import MOST_S, QUICK_S, Fixes, find_fixes
+from autopar.fixes import Fixes, find_fixes, with_changes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Run
@@ -566,7 +566,7 @@ class Traced:
         try:
             found = self.planned(asked)
         except MemoryTooSmall as error:
-            raise self._with_changes(error, asked, is_quick=time.process_time() - began_s < QUICK_S) from None
+            raise with_changes(error, partial(self.fixes_of, asked, error), time.process_time() - began_s) from None
         if isinstance(asked, Auto) and found.plan.certificate is not None:
             say(f"{self.trace.name}: {found.plan.choice()}")
         return found
@@ -625,36 +625,15 @@ class Traced:
         self,
         method: Method | Plan | Followed | None,
         now: PlanDescription | AutoparError,
-        *,
         most_s: float = math.inf,
     ) -> Fixes:
         """Return what to write instead of a method that makes this plan, or raises this error.
 
         No change is begun after `most_s` seconds of the processor.
         """
-        cluster, batch = self.source.target.devices_planned_for(), self.trace.batch_inputs
-        return find_fixes(
-            Asked(
-                method=method if isinstance(method, Method) else None,
-                cluster=cluster,
-                rows=self.trace.num_rows if batch else None,
-                undonated=self.trace.undonated_state,
-                differentiates=self.trace.differentiates,
-            ),
-            self._describe_changed,
-            now=now,
-            most_s=most_s,
-        )
-
-    def _with_changes(
-        self, error: MemoryTooSmall, asked: Method | Plan | Followed, *, is_quick: bool
-    ) -> MemoryTooSmall:
-        def changes() -> str:
-            if not is_quick:
-                return "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
-            return self.fixes_of(asked, error, most_s=MOST_S).lesson()
-
-        return MemoryTooSmall(lambda: error.shortage, least_share=lambda: error.least_share, changes=changes)
+        given = method if isinstance(method, Method) else None
+        asked = Asked.of(self.trace, given, self.source.target.devices_planned_for())
+        return find_fixes(asked, self._describe_changed, now=now, most_s=most_s)
 
     def _describe_changed(self, change: Change) -> PlanDescription:
         """Plan with a change. On a cluster it is planned on paper: the processes do not agree on what does not run."""

@@ -15,6 +15,7 @@ from enum import IntEnum
 from itertools import combinations
 from typing import Any
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
 from autopar.description import PlanDescription
 from autopar.errors import InvalidArgument
@@ -73,6 +74,17 @@ class Asked:
     undonated: tuple[int, ...] = ()
     """Arguments that the step replaces by its results, and may not overwrite."""
     differentiates: bool = True
+
+    @classmethod
+    def of(cls, trace: Trace, method: Method | None, cluster: Cluster) -> Asked:
+        """Return what was asked for a traced step."""
+        return cls(
+            method=method,
+            cluster=cluster,
+            rows=trace.num_rows if trace.batch_inputs else None,
+            undonated=trace.undonated_state,
+            differentiates=trace.differentiates,
+        )
 
     @property
     def num_microbatches(self) -> int:

@@ -212,6 +212,20 @@ def find_fixes(
     )
 
 
+def with_changes(error: MemoryTooSmall, find: Callable[[float], Fixes], planned_s: float) -> MemoryTooSmall:
+    """Return an error that, once it is read, says which changes fit; `find` plans them, within seconds of the processor.
+
+    Of planning that took long it says who does, for each change may take as long.
+    """
+
+    def changes() -> str:
+        if planned_s >= QUICK_S:
+            return "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
+        return find(MOST_S).lesson()
+
+    return MemoryTooSmall(lambda: error.shortage, least_share=lambda: error.least_share, changes=changes)
+
+
 def _planned(change: Change, describe: Callable[[Change], PlanDescription]) -> Fix:
     """Return what a change comes to."""
     try:

@@ -31,7 +31,7 @@ _SAME = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Difference:
     """One thing that differs: in words before and after, and for a figure by how much."""
 
     subject: str
@@ -46,7 +46,7 @@ class PlanDifference:
 
     before: PlanDescription | Plan
     after: PlanDescription | Plan
-    changes: tuple[Change, ...]
+    changes: tuple[Difference, ...]
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -125,7 +125,7 @@ def _figures(side: PlanDescription | Plan) -> dict[str, Any]:
     return decided | ({"simulated": side.simulated.to_data()} if isinstance(side, PlanDescription) else {})
 
 
-def _decisions(before: Plan, after: Plan) -> Iterator[Change]:
+def _decisions(before: Plan, after: Plan) -> Iterator[Difference]:
     for subject, words in (
         ("step", lambda plan: plan.fingerprint),
         ("method", lambda plan: plan.method),
@@ -138,7 +138,7 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Change]:
     ):
         old, new = words(before), words(after)
         if old != new:
-            yield Change(subject=subject, before=_short(old), after=_short(new))
+            yield Difference(subject=subject, before=_short(old), after=_short(new))
 
 
 def _mesh_words(plan: Plan) -> str:
@@ -160,7 +160,7 @@ def _short(words: str, most: int = 160) -> str:
     return words if len(words) <= most else words[: most - 4] + " ..."
 
 
-def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> Iterator[Change]:
+def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> Iterator[Difference]:
     """Yield the inputs and results that are laid out otherwise, those alike but for numbers in one row."""
     old, new = _layout_words(before), _layout_words(after)
     rows: dict[tuple[str, str, str], int] = {}
@@ -170,7 +170,7 @@ def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> I
             key = re.sub(r"\d+", "*", name), was, becomes
             rows[key] = rows.get(key, 0) + 1
     for (name, was, becomes), count in rows.items():
-        yield Change(subject=f"layout of {name}" + (f" ({count})" if count > 1 else ""), before=was, after=becomes)
+        yield Difference(subject=f"layout of {name}" + (f" ({count})" if count > 1 else ""), before=was, after=becomes)
 
 
 def _layout_words(side: PlanDescription | Plan) -> dict[str, str]:
@@ -202,14 +202,14 @@ def _spec_words(spec: Any, sizes: Mapping[str, int]) -> str:
     return f"({', '.join(parts)})" if parts else "replicated"
 
 
-def _collectives(before: Plan, after: Plan) -> Iterator[Change]:
+def _collectives(before: Plan, after: Plan) -> Iterator[Difference]:
     old, new = _by_kind(before), _by_kind(after)
     for kind in sorted({*old, *new}):
         was, becomes = old.get(kind, []), new.get(kind, [])
         words = _collective_words(was), _collective_words(becomes)
         if words[0] != words[1]:
             seconds = sum(each.seconds for each in becomes) - sum(each.seconds for each in was)
-            yield Change(subject=kind, before=words[0], after=words[1], by=f"{1e3 * seconds:+.3g} ms")
+            yield Difference(subject=kind, before=words[0], after=words[1], by=f"{1e3 * seconds:+.3g} ms")
 
 
 def _by_kind(plan: Plan) -> dict[str, list[PlannedCollective]]:
@@ -226,7 +226,7 @@ def _collective_words(collectives: list[PlannedCollective]) -> str:
     return f"{sum(each.times for each in collectives):g} of {_bytes(moved)}"
 
 
-def _modelled(before: Plan, after: Plan) -> Iterator[Change]:
+def _modelled(before: Plan, after: Plan) -> Iterator[Difference]:
     old, new = _modelled_s(before), _modelled_s(after)
     if old is not None and new is not None:
         yield from _figure("modelled time per step", old, new, _ms)
@@ -237,10 +237,10 @@ def _modelled_s(plan: Plan) -> float | None:
     return None if searched is None else searched.step_time_s
 
 
-def _simulated(before: PlanDescription, after: PlanDescription) -> Iterator[Change]:
+def _simulated(before: PlanDescription, after: PlanDescription) -> Iterator[Difference]:
     old, new = before.simulated, after.simulated
     if old.cluster != new.cluster:
-        yield Change(subject="cluster", before=old.cluster, after=new.cluster)
+        yield Difference(subject="cluster", before=old.cluster, after=new.cluster)
     yield from _figure("time per step", old.step_time_s, new.step_time_s, _ms)
     yield from _figure("  compute", old.compute_s, new.compute_s, _ms)
     yield from _figure("  collectives", old.collective_s, new.collective_s, _ms)
@@ -251,7 +251,7 @@ def _simulated(before: PlanDescription, after: PlanDescription) -> Iterator[Chan
     for category in sorted({*held[0], *held[1]}):
         yield from _figure(f"  {category}", held[0].get(category, 0.0), held[1].get(category, 0.0), _bytes)
     if old.fits != new.fits:
-        yield Change(subject="fits", before="yes" if old.fits else "NO", after="yes" if new.fits else "NO")
+        yield Difference(subject="fits", before="yes" if old.fits else "NO", after="yes" if new.fits else "NO")
 
 
 def _by_category(side: PlanDescription) -> dict[str, float]:
@@ -261,10 +261,10 @@ def _by_category(side: PlanDescription) -> dict[str, float]:
     return held
 
 
-def _figure(subject: str, old: float, new: float, words: Any) -> Iterator[Change]:
+def _figure(subject: str, old: float, new: float, words: Any) -> Iterator[Difference]:
     if abs(new - old) > _SAME * max(abs(old), abs(new)):
         by = f"{100 * (new / old - 1):+.3g} %" if old else ""
-        yield Change(subject=subject, before=words(old), after=words(new), by=by)
+        yield Difference(subject=subject, before=words(old), after=words(new), by=by)
 
 
 def _ms(seconds: float) -> str:

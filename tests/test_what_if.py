@@ -178,8 +178,8 @@ def small(method, cluster, rows=64, **options):
 @pytest.fixture
 def patient(monkeypatch):
     """Errors that look for changes however busy the machine is."""
-    monkeypatch.setattr("autopar.aot.QUICK_S", math.inf)
-    monkeypatch.setattr("autopar.aot.MOST_S", math.inf)
+    monkeypatch.setattr("autopar.fixes.QUICK_S", math.inf)
+    monkeypatch.setattr("autopar.fixes.MOST_S", math.inf)
 
 
 @pytest.mark.usefixtures("patient")
@@ -229,7 +229,7 @@ def test_changes_are_looked_for_when_the_message_is_read():
 
 
 def test_of_what_takes_long_to_plan_an_error_plans_nothing_more(monkeypatch):
-    monkeypatch.setattr("autopar.aot.QUICK_S", 0.0)
+    monkeypatch.setattr("autopar.fixes.QUICK_S", 0.0)
     monkeypatch.setattr("autopar.aot.find_fixes", lambda *_, **__: pytest.fail("planned"))
     method, memory_bytes = SHORT["a search within a budget"]
     with pytest.raises(MemoryTooSmall) as caught:
