@@ -213,7 +213,7 @@ def find_fixes(
 
 
 def with_changes(error: MemoryTooSmall, find: Callable[[float], Fixes], planned_s: float) -> MemoryTooSmall:
-    """Return an error that, once it is read, says which changes fit; `find` plans them, within seconds of the processor.
+    """Return an error that, once it is read, says which changes fit; `find` plans them, within so many CPU seconds.
 
     Of planning that took long it says who does, for each change may take as long.
     """
