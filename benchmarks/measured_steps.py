@@ -61,6 +61,9 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
         "gpt-125m, kept", replace(GPT_SIZES["125M"], batch=16, recomputed=False), _16_BITS
     ),
     "llama-1b, kept": lambda: llama_workload("llama-1b, kept", replace(_LLAMA, batch=2, remat=False)),
+    # Attention in one kernel.
+    "gpt-350m, cudnn": lambda: alpa_gpt("gpt-350m, cudnn", replace(GPT_SIZES["350M"], batch=16, cudnn=True), _16_BITS),
+    "llama-1b, cudnn": lambda: llama_workload("llama-1b, cudnn", replace(_LLAMA, cudnn=True)),
     "wide-resnet, float32": lambda: wide_resnet(
         "wide-resnet, float32", replace(RESNET_SIZES["250M"], batch=32, recomputed=False)
     ),

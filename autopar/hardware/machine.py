@@ -146,6 +146,7 @@ _RULES = (
 _MAY_BE_LEFT_OUT = (
     "reducing_share",
     "erf_flops",
+    "exponentials",
     "host_memory_bytes",
     "concurrent_devices",
     "execution_s",
@@ -208,6 +209,9 @@ class Machine:
     """Of the memory bandwidth, the share that kernels with reductions reach."""
     erf_flops: float = 1.0
     """FLOPs at the vector rate that XLA's error functions take for each number; 1 where other figures hold them."""
+    exponentials: float = 0.0
+    """Exponentials per second, which bound a softmax inside of a kernel; 0: a sixteenth of the peak in float32, as
+    where 128 units multiply and add beside 16 for exponentials."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
@@ -263,6 +267,7 @@ class Machine:
             "kernel_s",
             "overlap",
             "product_workspace_bytes",
+            "exponentials",
             "hidden_share",
             "combined_bytes",
             "dispatch_s",
@@ -357,6 +362,11 @@ class Machine:
         if max(map(self.matmul_flops, ("float16", "bfloat16"))) > 4 * peak:
             return peak / 2
         return self.matmul_flops("float32") * _VECTOR_SHARE
+
+    @property
+    def exponential_rate(self) -> float:
+        """Exponentials per second, as the file says or by its peak in float32."""
+        return self.exponentials or self.peak_flops["float32"] / 16
 
     def vector_s(self, flops: float) -> float:
         """Seconds of operations on vector units."""
@@ -517,6 +527,7 @@ def _faster(machine: Machine, factor: float) -> Machine:
         machine,
         memory_bandwidth=machine.memory_bandwidth * factor,
         peak_flops={dtype: factor * peak for dtype, peak in machine.peak_flops.items()},
+        exponentials=machine.exponentials * factor,
         kernel_s=machine.kernel_s / factor,
         execution_s=machine.execution_s / factor,
         intra=intra,

@@ -44,6 +44,8 @@ class GPTSize:
     """Every layer is computed again in the backward pass."""
     kernel: bool = False
     """Norms stand in front, and causal attention is one kernel, whose scores never reach memory."""
+    cudnn: bool = False
+    """Attention of Alpa's layers is a kernel of cuDNN, for GPUs and 16 bits."""
 
     @property
     def flops(self) -> float:
@@ -69,7 +71,8 @@ GPT_SIZES: Mapping[str, GPTSize] = {
 
 def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
     """A train step of this size."""
-    layer = partial(transformer.block, mark=unmarked, causal=True, kernel=True) if size.kernel else alpa_layers.layer
+    own = partial(alpa_layers.layer, cudnn=size.cudnn)
+    layer = partial(transformer.block, mark=unmarked, causal=True, kernel=True) if size.kernel else own
     params_of = partial(transformer.block_params, head=size.head) if size.kernel else alpa_layers.layer_params
     cross_entropy = transformer.cross_entropy if size.kernel else alpa_layers.cross_entropy
 

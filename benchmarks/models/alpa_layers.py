@@ -36,19 +36,28 @@ def attention_half_params(width: int, heads: int, dtype: jnp.dtype) -> Tree:
     }
 
 
-def layer(params: Tree, x: jax.Array, perceptron: Callable[[Tree, jax.Array], jax.Array] | None = None) -> jax.Array:
+def layer(
+    params: Tree,
+    x: jax.Array,
+    perceptron: Callable[[Tree, jax.Array], jax.Array] | None = None,
+    *,
+    cudnn: bool = False,
+) -> jax.Array:
     """A layer's output for x [batch, length, embed], with a perceptron or what stands in its place."""
-    x = norm(params["attention_norm"], x + _attention(params["attention"], x))
+    x = norm(params["attention_norm"], x + _attention(params["attention"], x, cudnn))
     inner = _feed_forward(params["mlp"], x) if perceptron is None else perceptron(params, x)
     return norm(params["mlp_norm"], x + inner)
 
 
-def _attention(params: Tree, x: jax.Array) -> jax.Array:
+def _attention(params: Tree, x: jax.Array, cudnn: bool) -> jax.Array:
     query, key, value = (
         jnp.einsum("bsd,dhk->bshk", x, params[name]) + params[f"{name}_bias"] for name in ("query", "key", "value")
     )
-    scores = jnp.einsum("bqhk,bshk->bhqs", query / query.shape[-1] ** 0.5, key)
-    mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), value)
+    if cudnn:
+        mixed = jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+    else:
+        scores = jnp.einsum("bqhk,bshk->bhqs", query / query.shape[-1] ** 0.5, key)
+        mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), value)
     return jnp.einsum("bqhk,hkd->bqd", mixed, params["out"]) + params["out_bias"]
 
 

@@ -35,6 +35,8 @@ class Llama:
     batch: int = 64
     scanned: bool = True
     remat: bool = True
+    cudnn: bool = False
+    """Attention is a kernel of cuDNN, for GPUs and 16 bits."""
     dtype: Any = jnp.bfloat16
 
     @property
@@ -185,6 +187,9 @@ def _attention(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Arr
     query = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), *inside)
     key = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), *inside)
     value = mark(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), *inside)
+    if model.cudnn:
+        mixed = mark(jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"), *inside)
+        return jnp.einsum("bshk,hkd->bsd", mixed, weights["out"])
     query = query.reshape(batch, sequence, model.num_kv_heads, groups, model.head_width)
     scores = jnp.einsum("bsngk,btnk->bngst", query, key).astype(jnp.float32) / model.head_width**0.5
     mask = jnp.tril(jnp.ones((sequence, sequence), bool))

@@ -32,6 +32,7 @@ FIGURES = {
         "in_step_share",
         "convolution_share",
         "batched_share",
+        "exponentials",
         "dispatch_s",
         "execution_s",
     ),

@@ -3,6 +3,7 @@
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
 ragged products   where the compiler has every group meet all rows, as often the FLOPs, and a copy of the rows for each
+attention         the same in one kernel, exponentials besides, and the passes of its gradients (`costs.attention`)
 kernels of users  the same, by the products inside and the bytes of operands and results
 copies to the host and back, the bytes over the link to it
 random bits       100 operations for every 4 bytes, at the vector rate
@@ -22,13 +23,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from autopar.compiler.costs.attention import kernel_flops, pass_bytes
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, flops_where, runs_jaxprs
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
+from autopar.compiler.jaxprs.primitives import ATTENTION, DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.hardware.machine import Machine
@@ -55,10 +57,10 @@ def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traf
     """Bytes of one equation that one device reads from its memory and writes there under a strategy."""
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
-    if eqn.primitive.name in PRODUCTS or eqn.primitive.name == "declared_rule":
-        masked = 2 * sum(_masked_parts(eqn, strategy, mesh))
+    if eqn.primitive.name in PRODUCTS | ATTENTION or eqn.primitive.name == "declared_rule":
+        apart = 2 * sum(_masked_parts(eqn, strategy, mesh)) + _pass_bytes(eqn, strategy, mesh)
         read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
-        return float(read + written + masked + _copied(operands, results, traffic))
+        return float(read + written + apart + _copied(operands, results, traffic))
     return float(_moved(eqn, operands, results, traffic))
 
 
@@ -90,6 +92,8 @@ def _product_flops(eqn: jc.JaxprEqn, machine: Machine) -> float | None:
         return (
             _times_computed(eqn, machine) * equation_flops(eqn) / (machine.in_step_share * _share_of_rate(eqn, machine))
         )
+    if name in ATTENTION:
+        return kernel_flops(eqn, machine)
     if name == "declared_rule":
         flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
         return flops / machine.in_step_share
@@ -122,7 +126,16 @@ def _product_s(
         product_s = machine.untuned_matmul_s(flops / strategy.devices, read, written, dtype)
     else:
         product_s = machine.matmul_s(flops / strategy.devices, read + written, dtype)
+    if passes := _pass_bytes(eqn, strategy, mesh_costs.mesh):
+        product_s += 2 * machine.kernel_s + passes / machine.memory_bandwidth
     return product_s + _mask_s(eqn, strategy, mesh_costs)
+
+
+def _pass_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> float:
+    """Return the bytes of the passes before and after the gradients of attention."""
+    if eqn.primitive.name not in ATTENTION:
+        return 0.0
+    return pass_bytes(eqn) * _part(eqn.invars[0].aval, strategy.operands[0], mesh)
 
 
 def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:

@@ -4,6 +4,8 @@
     conv_general_dilated      2 · batch · out features · in features per group · Π taps; the taps of a
                               dimension are the pairs (output position, kernel position) that meet an input
                               element, not padding, nor the zeros between in a transposed convolution
+    attention in one kernel   2 · width for each pair of a query and a key that it sees, for each of 2 products, of 5
+                              for the gradients (the scores anew, and four)
     elementwise               1 for each element of the result, also if transcendental, and for random bits
     reductions, cumulative    1 for each element of the operand; windows: 1 for each element of each window
     sort, top_k               the comparisons: log₂ n, and log₂ (k + 1), for each element
@@ -34,6 +36,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.compat import JaxprEqn, open_jaxpr, subjaxprs
 from autopar.compiler.jaxprs.primitives import (
     ARGUMENT_REDUCTIONS,
+    ATTENTION,
     CALLBACKS,
     CUMULATIVE,
     JOINS,
@@ -124,6 +127,8 @@ def equation_flops(eqn: JaxprEqn) -> float:
             return _dot_flops(eqn)
         case name if name in SCATTERS:
             return _scatter_flops(eqn)
+        case name if name in ATTENTION:
+            return attention_flops(eqn, jp.attention_of(eqn).pairs)
         case "declared_rule":
             return jaxpr_flops(jp.declared_body(eqn))
         case "conv_general_dilated":
@@ -226,6 +231,14 @@ def _dot_flops(eqn: JaxprEqn) -> float:
     bound = {*contracted, *batch, *jp.ragged_dimensions(eqn).groups}
     free = math.prod(size for axis, size in enumerate(_shape(eqn.invars[1])) if axis not in bound)
     return 2 * _size(eqn.invars[0]) * free
+
+
+def attention_flops(eqn: JaxprEqn, pairs: float) -> float:
+    """FLOPs of the products in a kernel of attention that meets so many pairs of a query and a key for each head."""
+    kernel = jp.attention_of(eqn)
+    by_keys, by_values = (3, 2) if kernel.backward else (1, 1)
+    widths = by_keys * kernel.width + by_values * kernel.value_width
+    return 2.0 * kernel.batch * kernel.heads * pairs * widths
 
 
 def _convolution_flops(eqn: JaxprEqn) -> float:

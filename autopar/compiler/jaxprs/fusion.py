@@ -37,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
+from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, ATTENTION, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
 from autopar.compiler.jaxprs.strides import Layouts, layouts_of, writings
 from autopar.hardware.machine import Machine
 
@@ -53,7 +53,7 @@ _VIEWS = _names(
 )
 _SUMS = ("add", "add_any")
 _REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_APART = _names(
+_APART = ATTENTION | _names(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general sort top_k cumsum cumprod cummax cummin "
     "cumlogsumexp reduce_window reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add fft "
     "cholesky lu qr geqrf householder_product triangular_solve eigh svd custom_call pallas_call optimization_barrier "

@@ -313,6 +313,85 @@ def convolution_of(eqn: JaxprEqn) -> Convolution:
     )
 
 
+class Attention(NamedTuple):
+    """A kernel of attention, forward or `backward`; dimensions of queries are batch, length, heads and width.
+
+    With `heads_first` heads come before the length. Every key head serves as many query heads as there are more of
+    these. A query sees all keys, those up to its own place (`causal`), or the last `window` of them.
+    """
+
+    backward: bool
+    heads_first: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    width: int
+    value_width: int
+    causal: bool
+    window: int | None
+    has_bias: bool
+    bias_gradient: bool
+    segments: int
+    """Sequences that may be packed into one example."""
+    paged: bool
+    """Keys and values lie in pages."""
+    dropout: bool
+    scaled: bool
+    """It computes in 8 bits, and returns the largest numbers that it met."""
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it sees, of one head."""
+        if not self.causal and self.window is None:
+            return float(self.num_queries * self.num_keys)
+        most = min(self.num_keys, self.window or self.num_keys)
+        growing = min(self.num_queries, most)
+        return growing * (growing + 1) / 2 + (self.num_queries - growing) * most
+
+
+def attention_of(eqn: JaxprEqn) -> Attention:
+    """Read a kernel of attention of JAX's `jax._src.cudnn.fused_attention_stablehlo`.
+
+    Operands are queries, keys and values, then (not in 8 bits) bias, two lengths, two offsets and two page tables, each
+    empty where there is none, then (backward) statistics, result and its gradient.
+    """
+    params, scaled = eqn.params, "use_causal_mask" in eqn.params
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    shapes: list[Dimensions] = [aval.shape for aval in avals]
+    heads_first = bool(params["layout"])
+    length, head = (2, 1) if heads_first else (1, 2)
+    query, key, value = shapes[:3]
+    bias = (False, False) if scaled else params["variadic_args"]
+    mask = "" if scaled else params["mask_type"].name
+    return Attention(
+        backward="_bwd_" in eqn.primitive.name,
+        heads_first=heads_first,
+        batch=query[0],
+        heads=query[head],
+        kv_heads=key[head],
+        num_queries=query[length],
+        num_keys=key[length],
+        width=query[3],
+        value_width=value[3],
+        causal=params["use_causal_mask"] if scaled else mask.endswith("CAUSAL"),
+        window=params.get("sliding_window_length"),
+        has_bias=bias[0],
+        bias_gradient=bias[1],
+        segments=1 if scaled or len(shapes[6]) != 2 else shapes[6][1] - 1,
+        paged=not scaled and len(shapes[8]) == 4,
+        dropout=params.get("dropout_rate", 0.0) > 0,
+        scaled=scaled,
+    )
+
+
+def without_bias_gradient(eqn: JaxprEqn) -> JaxprEqn:
+    """The gradients of a kernel of attention without that of its bias, which stands last."""
+    has_bias, _ = eqn.params["variadic_args"]
+    return eqn.replace(outvars=eqn.outvars[:3], params={**eqn.params, "variadic_args": (has_bias, False)})
+
+
 # Dimensions and positions
 
 _ALONG = {

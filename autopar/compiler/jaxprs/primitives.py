@@ -65,6 +65,11 @@ MATRIX_PRODUCTS = names("dot_general ragged_dot ragged_dot_general")
 PRODUCTS = MATRIX_PRODUCTS | {"conv_general_dilated"}
 MASKED = PRODUCTS | names("reduce_sum reduce_max reduce_min scatter-add gather")
 """Padding of what they sum away, or take the greatest of, is known how to replace by what changes nothing."""
+ATTENTION = names(
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper"
+)
+"""Attention in one kernel of cuDNN, and its gradients: `jax.nn.dot_product_attention(..., implementation="cudnn")`."""
 FACTORIZATIONS = names(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
     "symmetric_product triangular_solve tridiagonal"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autopar.compiler.costs.attention import gradient_sums
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.costs.own_collectives import own_collectives
@@ -27,7 +28,7 @@ from autopar.compiler.jaxprs.fusion import (
     kind_beside_products,
     kind_of,
 )
-from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
+from autopar.compiler.jaxprs.primitives import ATTENTION, COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -346,7 +347,8 @@ class _Lister:
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
-                    + self._places_bytes(action),
+                    + self._places_bytes(action)
+                    + self._gradient_sums_bytes(action),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
                     if eqn.primitive.name in PRODUCTS
                     else 0.0,
@@ -373,6 +375,13 @@ class _Lister:
         summed: Any = action.operands[0]
         aval = summed.variable.aval
         return (aval.ndim * 4 + max(4, aval.dtype.itemsize)) * value_bytes(summed, self.mesh) / aval.dtype.itemsize
+
+    def _gradient_sums_bytes(self, action: Evaluate) -> float:
+        """Return the bytes in which a kernel of attention sums the gradients of its queries."""
+        if action.eqn.primitive.name not in ATTENTION:
+            return 0.0
+        queries: Any = action.operands[0]
+        return gradient_sums(action.eqn) * value_bytes(queries, self.mesh)
 
     def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
         """Return how XLA treats an equation."""

@@ -46,7 +46,7 @@ class Phase(StrEnum):
 # Primitives whose work or randomness one does not want to repeat in the backward task.
 _COSTLY = (
     primitives.DRAWS | primitives.PRODUCTS | primitives.NESTED | primitives.CUMULATIVE | primitives.FACTORIZATIONS
-    | primitives.FOREIGN | {"fft", "pure_callback", "sort"}
+    | primitives.ATTENTION | primitives.FOREIGN | {"fft", "pure_callback", "sort"}
 )  # fmt: skip
 
 _SCALAR_ELEMENTS = 16

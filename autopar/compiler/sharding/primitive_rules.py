@@ -15,6 +15,7 @@ from typing import Any
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.primitives import (
+    ATTENTION,
     COPIES,
     CUMULATIVE,
     ELEMENTWISE,
@@ -26,6 +27,7 @@ from autopar.compiler.jaxprs.primitives import (
     WINDOWS,
     names,
 )
+from autopar.compiler.sharding.attention_rules import attention_rule
 from autopar.compiler.sharding.declared_rules import declared_rule
 from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, reshaped, rule_of_labels, shapes_of
 
@@ -371,5 +373,6 @@ def _replicated(eqn: jc.JaxprEqn) -> Rule:
     return blocked_rule(eqn, "by hand")
 
 
+register_rule(*ATTENTION)(attention_rule)
 register_rule("declared_rule")(declared_rule)
 register_rule("reshape")(reshaped)

@@ -13,13 +13,13 @@ from typing import Any
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import equation_flops
-from autopar.compiler.jaxprs.primitives import DRAWS, NESTED, PRODUCTS, SCATTERS, SORTS
+from autopar.compiler.jaxprs.primitives import ATTENTION, DRAWS, NESTED, PRODUCTS, SCATTERS, SORTS
 
 MAX_UNSPLIT_ELEMENTS = 64
 """Arrays of at most so many elements are never split."""
 
 # Scatters are not fused into their readers: the whole array would stand in memory on every device.
-_EXPENSIVE = DRAWS | PRODUCTS | SORTS | SCATTERS
+_EXPENSIVE = ATTENTION | DRAWS | PRODUCTS | SORTS | SCATTERS
 
 
 def below_split_size(aval: Any) -> bool:
