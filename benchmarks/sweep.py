@@ -27,6 +27,7 @@ NOT_SWEPT = {
     "benchmarks.accuracy": "needs a file of measured steps",
     "benchmarks.measured_steps": "needs a GPU of 80 GB",
     "benchmarks.single_device": "needs a GPU",
+    "benchmarks.attention_kernels": "needs a GPU with cuDNN",
     "benchmarks.weak_scaling_local": "is the process in which `benchmarks` times one case on the devices here",
     "benchmarks.wild": "needs packages of its own, which `make wild` installs",
     "benchmarks.sweep": "is this one",
