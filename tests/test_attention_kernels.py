@@ -14,7 +14,7 @@ import autopar
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import equation_flops
-from autopar.compiler.jaxprs.fusion import alone
+from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import ATTENTION
 from autopar.compiler.sharding.rule_lookup import sharding_rules
@@ -211,6 +211,18 @@ def test_scores_do_not_pass_through_memory():
     # gradients pass once more.
     passes = 2 * 2 * one + 3 * one
     assert equation_bytes(backward, whole, mesh, alone(backward)) == 8 * one + statistics + passes
+
+
+def test_kernels_read_copies_of_what_does_not_lie_as_they_read_it():
+    def attended(q, k, v):
+        return public()(q.transpose(0, 2, 1, 3), k, v)
+
+    heads_first = array(8, 16, 8192, 128)
+    jaxpr = normalize(jax.make_jaxpr(attended)(heads_first, LONG, LONG)).jaxpr
+    traffic = fused_traffic(jaxpr, rules=FusionRules(product_sums=False, transposes_operands=True))
+    (kernel,) = (each for each, eqn in zip(traffic, jaxpr.eqns, strict=True) if eqn.primitive.name in ATTENTION)
+    assert kernel.reads[:3] == (3, 1, 1)  # read and written to be transposed, and read
+    assert kernel.kernels == 2
 
 
 # Steps

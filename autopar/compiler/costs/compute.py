@@ -4,7 +4,7 @@ products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), a
 untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
 ragged products   where the compiler has every group meet all rows, as often the FLOPs, and a copy of the rows for each
 attention         the same in one kernel, exponentials besides, and the passes of its gradients (`costs.attention`)
-kernels of users  the same, by the products inside and the bytes of operands and results
+kernels of users  the same, by the products inside (Pallas, or functions with a rule) and the bytes at their borders
 copies to the host and back, the bytes over the link to it
 random bits       100 operations for every 4 bytes, at the vector rate
 all others        the bytes that go through memory once XLA has fused what it can, and the kernels that start
@@ -28,7 +28,7 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, flops_where, runs_jaxprs
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, product_flops_inside
 from autopar.compiler.jaxprs.fusion import Traffic
 from autopar.compiler.jaxprs.primitives import ATTENTION, DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
@@ -95,8 +95,9 @@ def _product_flops(eqn: jc.JaxprEqn, machine: Machine) -> float | None:
     if name in ATTENTION:
         return kernel_flops(eqn, machine)
     if name == "declared_rule":
-        flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
-        return flops / machine.in_step_share
+        return product_flops_inside(eqn) / machine.in_step_share
+    if name == "pallas_call":
+        return product_flops_inside(eqn) / machine.in_step_share or None
     return None
 
 
@@ -121,7 +122,7 @@ def _is_batched(eqn: jc.JaxprEqn) -> bool:
 def _product_s(
     eqn: jc.JaxprEqn, flops: float, strategy: Strategy, read: float, written: float, mesh_costs: MeshCosts
 ) -> float:
-    machine, dtype = mesh_costs.machine, cast(Any, eqn.invars[0].aval).dtype.name
+    machine, dtype = mesh_costs.machine, _dtype_of_products(eqn)
     if machine.batched_share < 1 and _is_batched(eqn):
         product_s = machine.untuned_matmul_s(flops / strategy.devices, read, written, dtype)
     else:
@@ -136,6 +137,15 @@ def _pass_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> floa
     if eqn.primitive.name not in ATTENTION:
         return 0.0
     return pass_bytes(eqn) * _part(eqn.invars[0].aval, strategy.operands[0], mesh)
+
+
+def _dtype_of_products(eqn: jc.JaxprEqn) -> str:
+    """Return the type of the first operand; of a kernel, whose first may be anything, that of its first product."""
+    product = eqn
+    if eqn.primitive.name == "pallas_call":
+        kernel = next(jc.subjaxprs(eqn))
+        product = next(inner for inner in jc.all_equations(kernel) if inner.primitive.name in PRODUCTS)
+    return cast(Any, product.invars[0].aval).dtype.name
 
 
 def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:

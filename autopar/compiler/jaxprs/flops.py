@@ -42,6 +42,7 @@ from autopar.compiler.jaxprs.primitives import (
     JOINS,
     LABELS,
     MATRIX_PRODUCTS,
+    PRODUCTS,
     REARRANGEMENTS,
     REDUCTIONS,
     RESHAPES,
@@ -89,6 +90,17 @@ def jaxpr_bytes(jaxpr: Any) -> float:
 def flops_where(jaxpr: Any, counted: Callable[[JaxprEqn], bool]) -> float:
     """FLOPs of the equations that `counted` holds for, of those that call a jaxpr what holds inside of it."""
     return sum((_flops_where(eqn, counted) for eqn in open_jaxpr(jaxpr)[0].eqns if counted(eqn)), 0.0)
+
+
+def product_flops_inside(eqn: JaxprEqn) -> float:
+    """FLOPs of the products in what an equation runs: the function that `sharding_rule` was given, or a kernel."""
+
+    def counted(inner: JaxprEqn) -> bool:
+        return inner.primitive.name in PRODUCTS or runs_jaxprs(inner)
+
+    if eqn.primitive.name == "declared_rule":
+        return flops_where(jp.declared_body(eqn), counted)
+    return _called(eqn, lambda body: flops_where(body, counted))
 
 
 def _flops_where(eqn: JaxprEqn, counted: Callable[[JaxprEqn], bool]) -> float:

@@ -548,16 +548,16 @@ class _Fusion:
         return all(self._is_transposed(v, reader) for reader in self.readers[v])
 
     def _is_copied(self, v: Any, number: int) -> bool:
-        """Return true if an equation reads a copy of what it has transposed: several kernels do, or one of a product.
+        """Return true if an equation reads a copy of what it has transposed: several kernels do, or one that is apart.
 
         One kernel of equations element by element reads the array as it lies.
         """
         maker = self.makers.get(v)
         if v is None or (maker is not None and not (self._is_written(maker) or maker in self.stored)):
             return False
-        if self._is_product(number):
+        if self.kinds[number] == "apart":
             return True
-        readers = [r for r in self.readers[v] if self._is_transposed(v, r) and not self._is_product(r)]
+        readers = [r for r in self.readers[v] if self._is_transposed(v, r) and self.kinds[r] != "apart"]
         return len(frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers))) > 1
 
     def _copy_input(self, v: Any, reads: list[list[float]], kernels: list[int]) -> None:

@@ -6,7 +6,8 @@ An array is laid out as it is made: inputs and the results of products with the 
 computed element by element as its operand that was made first, a transposition or reshape as what it is a view of. A
 layout is a stride for each dimension, in elements. A product reads an operand whose batch dimensions are outermost and
 whose contracted and other dimensions are each side by side; of any other it reads a transposed copy. So does a reshape
-that no strides can express, and an equation element by element that meets arrays of two layouts, of the later one.
+that no strides can express, an equation element by element that meets arrays of two layouts, of the later one, and a
+kernel of attention of what has not its last dimension innermost and its first outermost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.primitives import (
     ARGUMENT_REDUCTIONS,
+    ATTENTION,
     CONSTRAINTS,
     COPIES,
     ELEMENTWISE,
@@ -74,6 +76,8 @@ class Layouts:
             return
         if name in MATRIX_PRODUCTS:
             self._multiply(eqn)
+        elif name in ATTENTION:
+            self._attend(eqn)
         self.strides.update((v, _compact(_shape(v))) for v in eqn.outvars)
 
     def transpose_early(self, jaxpr: jc.Jaxpr) -> None:
@@ -175,6 +179,13 @@ class Layouts:
                 # Either side may be innermost.
                 outer, inner = sorted(sides, key=lambda side: -min((stride for _, stride in side), default=0))
                 self.transposed[-1][place] = (*batches, *outer, *inner)
+
+    def _attend(self, eqn: jc.JaxprEqn) -> None:
+        """Have operands transposed that do not lie as an input does."""
+        for place, operand in enumerate(eqn.invars):
+            strides, shape = self._of(operand), _shape(operand)
+            if strides is not None and len(layout := _merged(shape, strides, range(len(shape)))) > 1:
+                self.transposed[-1][place] = layout
 
 
 def layouts_of(jaxpr: jc.Jaxpr) -> Layouts:

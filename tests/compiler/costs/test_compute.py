@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs.fusion import alone
+from autopar.compiler.sharding.rule import blocked_rule
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import strategies
 from autopar.hardware.machine import Link
@@ -88,6 +91,21 @@ def test_untuned_products_with_batch_dimensions_reach_a_share_of_the_rate_and_th
 def test_products_without_batch_dimensions_are_tuned():
     single = ("dot_general", jnp.matmul, (X, X))
     assert seconds(single, changed(batched_share=0.5)) == seconds(single)
+
+
+def pallas_product(x, y):
+    def kernel(_, x_ref, y_ref, result):
+        result[...] = x_ref[...] @ y_ref[...]
+
+    places = jnp.zeros(4, jnp.int8)
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(places, x, y)
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(jnp.float32, 1e9), (jnp.bfloat16, 4e9)])
+def test_kernels_of_users_take_as_long_as_the_products_inside(dtype, rate):
+    eqn, _ = equation("pallas_call", pallas_product, (X.astype(dtype), X.astype(dtype)))
+    whole, *_ = strategies(eqn, blocked_rule(eqn, "by hand"), LINE)
+    assert equation_s(eqn, whole, PLAIN, alone(eqn)) == pytest.approx(2 * 64**3 / (0.88 * rate), rel=0.02)
 
 
 def test_work_that_is_shared_takes_an_eighth():
