@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,18 +23,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
-from autopar.hardware.measure import Effort, Measurement, Series, series_of
+from autopar.hardware.measure import PIECE_BYTES, WRITTEN_SHARE, Effort, Measurement, Series, series_of
 
-_OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "execution"}
+_OF_KERNELS = {"reduction": "reducing_share", "convolution": "convolution_share", "pieces": "piece_bytes"}
+"""Measured of GPUs alone, and the figure that each gives."""
+_OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "execution", *_OF_KERNELS}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
-    "inter", "domain", "overlap", "product_workspace_bytes", "convolution_share", "batched_share", "reducing_share",
-    "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
-    "holds_rows", "transposes_operands", "erf_flops", "exponentials", "widens_bfloat16", "scatters_sums",
-    "masks_ragged_products", "transposes_kernels", "combined_bytes", "host_bandwidth", "host_memory_bytes",
+    "inter", "domain", "overlap", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
+    "schedules_for_memory", "product_sums", "fuses_products", "holds_rows", "transposes_operands", "erf_flops",
+    "exponentials", "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
+    "host_bandwidth", "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -76,7 +79,23 @@ def measure(
     """Measure devices of one process and one kind; `shown` may tell the user about each series as it comes."""
     Cluster.from_devices(devices)  # of one kind, and there
     effort = Effort.of(quick=quick)
-    return [each for one in shown(series_of(devices, effort, quick=quick)) for each in one.measure(effort)]
+    found = [each for one in shown(series_of(devices, effort, quick=quick)) for each in _measured(one, effort)]
+    if missing := sorted({"product", "memory"} - {each.what for each in found}):
+        raise Unsupported(
+            f"No {' and no '.join(missing)} could be measured, which a machine file needs. See the warnings above for "
+            "what the devices said, and run again when they are free."
+        )
+    return found
+
+
+def _measured(series: Series, effort: Effort) -> list[Measurement]:
+    """Return the measurements of a series; none, with a warning, where a GPU or its libraries refuse."""
+    try:
+        return series.measure(effort)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"{series.name} could not be measured: {reason}", stacklevel=2)
+        return []
 
 
 def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Machine:
@@ -94,7 +113,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     peaks, shares = _peaks(base if known is not None and kind != "cpu" else None, rates.matmul_flops)
     here = f"measured on {len(devices)} x {kind} with jax {jax.__version__}"
     not_measured = f"not measured: as {base.name}"
-    return replace(
+    found = replace(
         base,
         name=f"measured-{kind.lower().replace(' ', '-')}",
         devices_per_host=len(devices),
@@ -120,9 +139,11 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
             "intra": here if exchanged else not_measured,
-            **dict.fromkeys(_NOT_MEASURED, not_measured),
+            **dict.fromkeys((*_NOT_MEASURED, *_OF_KERNELS.values()), not_measured),
         },
     )
+    kernels = fit_kernels(found, measured)
+    return replace(found, **kernels, sources={**found.sources, **dict.fromkeys(kernels, here)})
 
 
 def _peaks(known: Machine | None, rates: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
@@ -178,6 +199,7 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
     within = _usual_error(machine, measured, {"in step"})
     table.add_row("products in a step, of that rate", f"{100 * machine.in_step_share:.0f} %", within)
+    _add_kernels(table, machine, measured)
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
     table.add_row("start of an executable", _seconds(machine.dispatch_s), "")
     table.add_row("one executable more", _seconds(machine.execution_s), "")
@@ -189,6 +211,18 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         table.add_row("link latency", _seconds(machine.intra.latency_s), error)
         table.add_row("link ramp", _amount(machine.intra.ramp_bytes, "B"), error)
     return table
+
+
+def _add_kernels(table: Table, machine: Machine, measured: Sequence[Measurement]) -> None:
+    """Add the figures of kernels that are measured of GPUs."""
+    rows = (
+        ("reduction", "reductions, of the bandwidth", f"{100 * machine.reducing_share:.0f} %"),
+        ("convolution", "convolutions, of products in a step", f"{100 * machine.convolution_share:.0f} %"),
+        ("pieces", "written in the time of", _amount(machine.piece_bytes, "B")),
+    )
+    for what, name, value in rows:
+        if error := _usual_error(machine, measured, {what}):
+            table.add_row(name, value, error)
 
 
 def _usual_error_at_once(machine: Machine, measured: Sequence[Measurement]) -> str:
@@ -219,6 +253,7 @@ def _amount(number: float, unit: str) -> str:
 # --- Fit a machine's figures to measurements: the least relative errors, by the formulas of `autopar.machine` ---
 # memory     t = bytes / memory_bandwidth for what fits into no cache; kernel_s is what the least takes, from a cache
 #     products   t = kernel_s + (w + half) / rate                                   rate by type, one half for all
+#     kernels    those of `predicted_s`, one figure for each kind
 #     at once    t(n of D devices) = max(n, c) / D t(D), c devices taking all of their host's compute
 #     links      t = passes (n-1) α + passes (n-1)/n (ramp / bandwidth + b / bandwidth)
 #
@@ -279,6 +314,26 @@ def fit_in_step_share(measured: Sequence[Measurement]) -> float | None:
     return statistics.median(alone[each.dtype, each.flops] / each.seconds for each in within) if within else None
 
 
+def fit_kernels(machine: Machine, measured: Sequence[Measurement]) -> dict[str, float]:
+    """The figures of kernels of other kinds that were measured, beside what the machine's rates say.
+
+    Reductions have one byte of each kind alike. Shares are at most 1, and no piece is less than it writes.
+    """
+    of: dict[str, list[Measurement]] = {what: [each for each in measured if each.what == what] for what in _OF_KERNELS}
+    found: dict[str, float] = {}
+    if of["reduction"]:
+        per_byte = statistics.mean((each.seconds - machine.kernel_s) / each.nbytes for each in of["reduction"])
+        found["reducing_share"] = min(1 / (per_byte * machine.memory_bandwidth), 1.0)
+    for each in of["convolution"]:
+        rate = machine.matmul_flops(each.dtype) * machine.in_step_share
+        multiplied_s = max(each.seconds - each.nbytes / machine.memory_bandwidth, each.seconds / 2)
+        found["convolution_share"] = min(each.flops / rate / multiplied_s, 1.0)
+    for each in of["pieces"]:
+        taken = (each.seconds - machine.kernel_s) * machine.memory_bandwidth - each.nbytes * (1 - WRITTEN_SHARE)
+        found["piece_bytes"] = max(PIECE_BYTES * taken / (each.nbytes * WRITTEN_SHARE), PIECE_BYTES)
+    return found
+
+
 def fit_concurrent_devices(measured: Sequence[Measurement]) -> float | None:
     """How many devices take all of their host's compute: 0 where each has its own, None where there is one device.
 
@@ -321,6 +376,14 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
         return machine.matmul_s(each.flops / machine.in_step_share, each.nbytes, each.dtype)
     if each.what == "memory":
         return machine.memory_s(each.nbytes)
+    if each.what == "reduction":
+        return machine.kernel_s + each.nbytes / (machine.memory_bandwidth * machine.reducing_share)
+    if each.what == "convolution":
+        rate = machine.matmul_flops(each.dtype) * machine.in_step_share * machine.convolution_share
+        return each.flops / rate + each.nbytes / machine.memory_bandwidth
+    if each.what == "pieces":
+        taken = 1 - WRITTEN_SHARE + WRITTEN_SHARE * machine.piece_bytes / PIECE_BYTES
+        return machine.memory_s(taken * each.nbytes)
     if each.what == "dispatch":
         return machine.dispatch_s
     if each.what == "transfer":

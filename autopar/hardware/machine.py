@@ -143,8 +143,10 @@ _RULES = (
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands"),
 )
 """What is said of the compiler for a machine."""
+_POSITIVE = ("in_step_share", "convolution_share", "batched_share", "reducing_share", "piece_bytes", "erf_flops")
 _MAY_BE_LEFT_OUT = (
     "reducing_share",
+    "piece_bytes",
     "erf_flops",
     "exponentials",
     "host_memory_bytes",
@@ -207,6 +209,9 @@ class Machine:
     tunes them. Those that it does not tune write their result once they have computed it."""
     reducing_share: float = 1.0
     """Of the memory bandwidth, the share that kernels with reductions reach."""
+    piece_bytes: float = 64.0
+    """Bytes that memory takes in the time of a shorter piece, as transposed copies write that have few numbers
+    innermost."""
     erf_flops: float = 1.0
     """FLOPs at the vector rate that XLA's error functions take for each number; 1 where other figures hold them."""
     exponentials: float = 0.0
@@ -278,7 +283,7 @@ class Machine:
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
-        for name in ("in_step_share", "convolution_share", "batched_share", "reducing_share", "erf_flops"):
+        for name in _POSITIVE:
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
         for name in _RULES:
             if not isinstance(cast(object, getattr(self, name)), bool):

@@ -7,7 +7,9 @@ begin; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops th
 down is something else on the machine. Where each round of a loop has kernels of its own, many works stand in one round.
 
 A large product that runs alone draws more power than a step does, and clocks fall: the largest of each type is measured
-between memory traffic that takes as long, too.
+between memory traffic that takes as long, too. Of GPUs more kernels of training steps are measured: reductions of rows
+and columns, which compute more for every byte than `memory`; convolutions with their gradients and the update of their
+weights; and copies that are written in short pieces.
 
 All devices work at once, as in a step, and so do all groups of a collective: devices that share cores, memory or links
 (the virtual ones of a CPU share everything) have less of them then than one that is alone. How much less is told by one
@@ -44,14 +46,26 @@ _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
 _WORKS_IN_A_ROUND = 32
 """A GPU counts the rounds of a loop by kernels, and waits for its host to be asked whether to go on."""
+_FEW_WORKS = 8
+"""The same for works of a fraction of a millisecond and more."""
 _MOST_PASSES = 64
 """Through memory, between two products."""
+_WIDTH = 1024
+"""Numbers in a row that is reduced."""
+_PIECE_NUMBERS, _STACKED, _COPIES = 4, 16, 4
+"""Numbers of a dimension that a copy moves innermost, how many matrices it copies so, and how many more copies."""
+PIECE_BYTES, WRITTEN_SHARE = 4.0 * _PIECE_NUMBERS, 2 / 3
+"""What such a copy writes at once, in float32, and of what it reads and writes the share that it writes."""
+_SIDES, _CHANNELS = (56, 28, 14, 7), 256
+"""Of images between the convolutions of a network, each of twice the channels of the one before: from so many on."""
+_NETWORKS_MORE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed operation: "product" (alone), "in step" (a product between memory traffic), "memory", "at once",
-    "dispatch", "execution", "transfer", or one of `PASSES`."""
+    """One timed operation: "product" (alone), "in step" (a product between memory traffic), "memory", "reduction",
+    "convolution" (of a training step), "pieces" (a copy written in pieces of `PIECE_BYTES`), "at once", "dispatch",
+    "execution", "transfer", or one of `PASSES`."""
 
     what: str
     dtype: str
@@ -71,12 +85,17 @@ class Effort:
     loop_s: float
     max_sizes: int
     dtypes: tuple[str, ...]
+    array_bytes: int = 2**28
+    """Of an array that kernels of one size only go through."""
+    images: int = 64
+    """Of convolutions."""
 
     @staticmethod
     def of(*, quick: bool) -> Effort:
         """A few seconds on a CPU, or about a minute."""
         if quick:
-            return Effort(run_s=0.005, loop_s=0.01, max_sizes=2, dtypes=("float32", "bfloat16"))
+            short = Effort(run_s=0.005, loop_s=0.01, max_sizes=2, dtypes=("float32", "bfloat16"))
+            return replace(short, array_bytes=2**24, images=4)
         return Effort(run_s=0.02, loop_s=0.05, max_sizes=5, dtypes=("float32", "bfloat16", "float16"))
 
 
@@ -92,6 +111,10 @@ def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Se
     """Everything to measure on devices of one process."""
     found = [Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes]
     found.append(Series(name="memory", measure=partial(_memory, devices)))
+    if devices[0].platform == "gpu":
+        found.append(Series(name="reductions", measure=partial(reductions, devices)))
+        found.append(Series(name="convolutions", measure=partial(convolutions, devices)))
+        found.append(Series(name="short pieces", measure=partial(short_pieces, devices)))
     found.append(Series(name="starts of executables", measure=partial(_dispatches, devices)))
     found.append(Series(name="executables in a row", measure=partial(_executions, devices)))
     if len(devices) == 1:
@@ -168,6 +191,148 @@ def _memory(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     # The smallest says what a kernel takes to start (XLA's CPU compiler makes one kernel of a whole loop over less
     # than a kilobyte); all others are larger than caches.
     return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+
+
+def reductions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    """A softmax, its gradient, a normalization with its gradients, and sums of columns, in 16 bits.
+
+    Bytes are those of the arrays that their kernels read and write, as XLA of jaxlib 0.11.2 compiles them for an H100.
+    """
+    rows = effort.array_bytes // 2 // _WIDTH
+
+    def drawn(key: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(key), (len(devices) * rows, _WIDTH)).astype(jnp.bfloat16)
+
+    x, g = _made(lambda: drawn(0), devices), _made(lambda: drawn(1), devices)
+    row = _made(lambda: jnp.ones((len(devices), _WIDTH), jnp.bfloat16), devices)
+    works: Sequence[tuple[int, Callable[[Any], Any], Any]] = (
+        (2, jax.nn.softmax, x),
+        (4, _softmax_gradient, (x, g)),
+        (10, _normalized, (x, g, row, row)),
+        (2, _summed_columns, (x, row)),
+    )
+    found: list[Measurement] = []
+    for arrays, work, carried in works:
+        seconds = _looped_s(_on_each(work, devices), (carried,), effort, works=_FEW_WORKS)
+        nbytes = arrays * x.nbytes // len(devices)
+        found.append(Measurement(what="reduction", dtype="bfloat16", nbytes=nbytes, seconds=seconds))
+    return found
+
+
+def _softmax_gradient(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """As where a layer is computed again, from what the softmax is of: once for the sums, once for the result."""
+    x, g = carried
+    _, backward = jax.vjp(jax.nn.softmax, x)
+    return x, *backward(g)
+
+
+def _normalized(carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """A normalization (2 arrays), the gradients of its input (3), its scale (3, 1 read again) and its shift (1)."""
+    x, g, scale, shift = carried
+
+    def normalize(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        normal = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return normal.astype(x.dtype) * scale + shift
+
+    y, backward = jax.vjp(normalize, x, scale, shift)
+    return y, *backward(g)
+
+
+def _summed_columns(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What is computed of an array, and its sum over rows: the gradient of what was added to all of them."""
+    x, row = carried
+    y = _passed(x) + row
+    return y, y.mean(0, keepdims=True) / 4
+
+
+def convolutions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    """A training step of convolutions, one of each side of images: weights and momentum in 32 bits, images in 16.
+
+    Libraries have layouts of their own: what copies weights into them and gradients out of them is in the time. FLOPs
+    are those of forward pass and gradients, bytes what is read and written of weights and momentum.
+    """
+    channels = [_CHANNELS * effort.images // 64 * 2**number for number in range(len(_SIDES))]
+    seconds = _one_more_s(partial(_trained_in_a_row, devices, channels, effort), _NETWORKS_MORE, effort)
+    weights = [9 * each**2 for each in channels]
+    flops = sum(6.0 * effort.images * side**2 * size for side, size in zip(_SIDES, weights, strict=True))
+    # Weights and momentum are read and written, weights converted, gradients read.
+    nbytes = (2 * 8 + 4 + 2 + 2) * sum(weights)
+    return [Measurement(what="convolution", dtype="bfloat16", nbytes=nbytes, seconds=seconds, flops=flops)]
+
+
+def _trained_in_a_row(
+    devices: Sequence[Any], channels: Sequence[int], effort: Effort, networks: int
+) -> Callable[[int], Any]:
+    """Return what trains so many networks, of a convolution of 3 x 3 for each side, a number of steps."""
+
+    def drawn(key: int, *shape: int) -> jax.Array:
+        return _made(lambda: jax.random.normal(jax.random.key(key), (len(devices) * shape[0], *shape[1:])), devices)
+
+    def trained(state: Any, images: Any) -> Any:
+        updated = [_trained(x, *each) for x, each in zip(images, state, strict=True)]
+        return [each[0] for each in updated], [each[1:] for each in updated]
+
+    layers = [(key, side, size) for key in range(networks) for side, size in zip(_SIDES, channels, strict=True)]
+    images = [drawn(key, effort.images, side, side, size).astype(jnp.bfloat16) for key, side, size in layers]
+    weights = [drawn(key, 3, 3, size, size) / math.sqrt(9 * size) for key, _, size in layers]
+    state = [(w, w * 0) for w in weights]
+    step = jax.jit(_on_each(trained, devices), donate_argnums=0)
+
+    def in_a_row(count: int) -> Any:
+        nonlocal state
+        for _ in range(count):
+            state, _ = step(state, images)
+        return state
+
+    return in_a_row
+
+
+def _trained(x: jax.Array, w: jax.Array, m: jax.Array) -> tuple[Any, ...]:
+    """A convolution's state after a step by gradient and momentum, its result, and the gradient of its images."""
+
+    def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, w.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    y, backward = jax.vjp(convolve, x, w)
+    dx, dw = backward(x)
+    m = 0.9 * m + dw
+    return (w - 1e-6 * m, m), y, dx
+
+
+def short_pieces(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    """A copy, from 16 bits, that moves a dimension of few numbers innermost, and writes no more at once."""
+    columns = effort.array_bytes // (2 * _PIECE_NUMBERS * _STACKED)
+    shape = (len(devices) * _STACKED, _PIECE_NUMBERS, columns)
+
+    def copied(copies: int) -> Callable[[int], Any]:
+        arrays = [_made(lambda: jnp.ones(shape, jnp.bfloat16), devices) for _ in range(copies)]
+        step = jax.jit(_on_each(lambda each: [x.astype(jnp.float32).swapaxes(1, 2) for x in each], devices))
+
+        def in_a_row(count: int) -> Any:
+            results: Any = None
+            for _ in range(count):
+                results = step(arrays)
+            return results
+
+        return in_a_row
+
+    nbytes = (2 + 4) * math.prod(shape) // len(devices)
+    seconds = _one_more_s(copied, _COPIES, effort)
+    return [Measurement(what="pieces", dtype="float32", nbytes=nbytes, seconds=seconds)]
+
+
+def _one_more_s(in_a_row: Callable[[int], Callable[[int], Any]], more: int, effort: Effort) -> float:
+    """Seconds of one more work in an executable: of one with so many more, against one with one work.
+
+    What starts an executable is in both. The layouts of its arguments and results are those of their shapes, which in a
+    loop the compiler chooses.
+    """
+    one_s, several_s = (fastest_s(in_a_row(works), effort) for works in (1, 1 + more))
+    return (several_s - one_s) / more if several_s > one_s else several_s / (1 + more)
 
 
 def _at_once(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
@@ -318,10 +483,12 @@ def _growing(
             return
 
 
-def _looped_s(step: Callable[..., Any], arguments: tuple[Any, ...], effort: Effort) -> float:
-    """Seconds of one of many steps, each of which takes the place of the first argument."""
+def _looped_s(
+    step: Callable[..., Any], arguments: tuple[Any, ...], effort: Effort, works: int = _WORKS_IN_A_ROUND
+) -> float:
+    """Seconds of one of many steps, each of which takes the place of the first argument; so many are in a round."""
     device = next(iter(jax.tree.leaves(arguments)[0].devices()))
-    works = 1 if device.platform == "cpu" else _WORKS_IN_A_ROUND
+    works = 1 if device.platform == "cpu" else works
 
     @jax.jit
     def loop(count: Any, first: Any, *others: jax.Array) -> Any:

@@ -10,13 +10,16 @@ import pytest
 from rich.console import Console
 
 from autopar.__main__ import main
+from autopar.errors import Unsupported
 from autopar.hardware.calibrate import (
     fit_concurrent_devices,
     fit_in_step_share,
+    fit_kernels,
     fit_link,
     fit_machine,
     fit_rates,
     least_squares,
+    measure,
     predicted_s,
     summary_of,
     table_of,
@@ -24,7 +27,7 @@ from autopar.hardware.calibrate import (
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.collectives import PASSES
 from autopar.hardware.machine import Link, Machine
-from autopar.hardware.measure import Measurement
+from autopar.hardware.measure import Effort, Measurement, Series, convolutions, reductions, short_pieces
 
 MB = 2**20
 
@@ -85,6 +88,57 @@ def test_what_products_reach_in_a_step_is_found_again_beside_what_they_reach_alo
     assert found.in_step_share == pytest.approx(share, rel=0.01)
     assert found.matmul_share == pytest.approx(machine.matmul_share, rel=0.02)  # alone, as before
     assert found.sources["in_step_share"].startswith("measured on 1 x NVIDIA H200")
+
+
+KERNELS = (
+    Measurement(what="reduction", dtype="bfloat16", nbytes=5e8, seconds=1.0),
+    Measurement(what="reduction", dtype="bfloat16", nbytes=2e9, seconds=1.0),
+    Measurement(what="convolution", dtype="bfloat16", nbytes=1e9, seconds=1.0, flops=3e12),
+    Measurement(what="pieces", dtype="float32", nbytes=8e8, seconds=1.0),
+)
+
+
+def test_figures_of_kernels_that_times_were_made_of_are_found_again():
+    figures = {"reducing_share": 0.7, "convolution_share": 0.66, "piece_bytes": 87.0}
+    machine = replace(Machine.named("dgx-h100"), **figures)
+    kernels = [replace(each, seconds=predicted_s(machine, each)) for each in KERNELS]
+    assert fit_kernels(machine, kernels) == pytest.approx(figures, rel=0.01)
+    device = type("Device", (), {"device_kind": "NVIDIA H100", "platform": "gpu", "memory_stats": lambda self: None})()
+    found = fit_machine([device], [*work(machine, ("float32", "bfloat16")), *kernels])
+    assert {name: getattr(found, name) for name in figures} == pytest.approx(figures, rel=0.1)
+    assert all(found.sources[name].startswith("measured on 1 x NVIDIA H100") for name in figures)
+    written = io.StringIO()
+    Console(width=120, file=written).print(summary_of(found, kernels), table_of(found, kernels))
+    assert all(words in written.getvalue() for words in ("reductions, of the bandwidth", "convolution", "pieces"))
+
+
+def test_kernels_that_were_not_measured_are_as_the_file_says():
+    assert fit_kernels(Machine.named("dgx-h200"), []) == {}
+    device = type("Device", (), {"device_kind": "NVIDIA H200", "platform": "gpu", "memory_stats": lambda self: None})()
+    found = fit_machine([device], work(Machine.named("dgx-h200"), ("float32", "bfloat16")))
+    assert (found.reducing_share, found.sources["reducing_share"]) == (0.67, "not measured: as dgx-h200")
+
+
+@pytest.mark.parametrize("series", [reductions, convolutions, short_pieces])
+def test_kernels_of_steps_are_measured_on_all_devices(series):
+    effort = replace(Effort.of(quick=True), loop_s=0.001, array_bytes=2**16, images=1)
+    found = series(jax.devices()[:2], effort)
+    assert found and all(0 < each.seconds < 10 and each.nbytes > 0 for each in found)
+    assert len({each.what for each in found}) == 1 and found[0].what in {each.what for each in KERNELS}
+
+
+def test_a_series_that_the_devices_refuse_does_not_lose_the_others(monkeypatch):
+    def refused(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no algorithm\nmore")
+
+    kept = work(Machine.named("dgx-h100"))
+    series = [Series(name="convolutions", measure=refused), Series(name="others", measure=lambda _: kept)]
+    monkeypatch.setattr("autopar.hardware.calibrate.series_of", lambda *_, **__: series)
+    with pytest.warns(UserWarning, match="convolutions could not be measured: INTERNAL: no algorithm$"):
+        assert measure(jax.devices(), quick=True) == kept
+    with pytest.warns(UserWarning), pytest.raises(Unsupported, match="No memory and no product could be measured"):
+        series.pop()
+        measure(jax.devices(), quick=True)
 
 
 def at_once(seconds: dict[int, float]) -> list[Measurement]:

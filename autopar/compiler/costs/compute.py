@@ -11,8 +11,8 @@ all others        the bytes that go through memory once XLA has fused what it ca
 
 The bytes of a fused kernel are those at its border: each of its equations pays for the operands that it is the first to
 read, and for the results that leave the kernel (`jaxprs.fusion`). Kernels with reductions reach a share of the memory
-bandwidth, `reducing_share` of the machine. Transposed copies written in pieces of less than 64 bytes take as long as
-whole ones. Where a kernel does more operations for a byte than the vector units can, its bytes take as much longer.
+bandwidth, `reducing_share` of the machine. Transposed copies written in short pieces take as long as by
+`piece_bytes`. Where a kernel does more operations for a byte than the vector units can, its bytes take as much longer.
 """
 
 from __future__ import annotations

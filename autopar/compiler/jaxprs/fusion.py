@@ -105,6 +105,8 @@ class FusionRules(NamedTuple):
     """Reductions of rows and what follows them are one kernel, and exponentials are computed again for each reader."""
     transposes_operands: bool = False
     """Operands of products are transposed whose dimensions of one kind are not side by side."""
+    piece_bytes: float = 64.0
+    """Bytes that are written in the time of shorter pieces."""
     erf_flops: float = 1.0
     """What error functions take for each number."""
 
@@ -538,7 +540,7 @@ class _Fusion:
                     reads[number][place] += 2
                     kernels[number] += 1
                 seen[v].add(layout)
-                wasted[payer] += writings(layout, v.aval.dtype.itemsize) - 1
+                wasted[payer] += writings(layout, v.aval.dtype.itemsize, self.rules.piece_bytes) - 1
         return wasted
 
     def _is_made_transposed(self, v: Any, maker: int) -> bool:

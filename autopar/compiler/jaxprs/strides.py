@@ -39,7 +39,6 @@ Layout = tuple[tuple[int, int], ...]
 """From the outermost dimension to the innermost, its size and its stride in what is transposed."""
 _LARGE = 8
 """An operand decides about the layout of a result of up to so many times its size."""
-_BYTES_AT_ONCE = 64
 _KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
 _VIEWS = CONSTRAINTS | COPIES | LABELS
 
@@ -197,16 +196,16 @@ def layouts_of(jaxpr: jc.Jaxpr) -> Layouts:
     return layouts
 
 
-def writings(layout: Layout, itemsize: int) -> float:
-    """Return how many bytes memory takes for each byte of a transposed copy that is written there.
+def writings(layout: Layout, itemsize: int, piece_bytes: float) -> float:
+    """Return how many bytes memory could take in the time of each byte of a transposed copy that is written there.
 
     A kernel has tiles of the innermost dimensions of what it reads and of what it writes. Where others lie between
-    these, it writes no more at once than the innermost has, and memory takes 64 bytes at a time.
+    these, it writes no more at once than the innermost has, in the time of `piece_bytes`.
     """
     *outer, (size, stride) = layout or ((1, 1),)
     if stride == 1 or (outer and outer[-1][1] == 1):
         return 1.0
-    return max(1.0, _BYTES_AT_ONCE / (size * itemsize))
+    return max(1.0, piece_bytes / (size * itemsize))
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
