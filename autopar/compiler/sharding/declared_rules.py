@@ -8,6 +8,7 @@ the parts of its results.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*|_")
 _declared: Any = jc.calling_primitive("declared_rule")
 
 
-def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
+def sharding_rule(fn: Callable[..., Any], text: str, *, gradients: bool = False) -> Callable[..., Any]:
     """`fn` as one equation that is split as `text` says, in every step that calls it.
 
     Operands stand left of `->`, results right of it, in the order of `jax.tree.leaves`, separated by commas; each is
@@ -38,8 +39,12 @@ def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
         attention = autopar.sharding_rule(attention, "b s h _, b _ h _, b _ h _ -> b s h _")   # right
 
     `fn` must take shapes as they come, read no traced value but its arguments, and have no side effects. `grad` and
-    `vmap` look inside of `fn`, where the rule has no say: for a kernel, declare the two functions of its
-    `jax.custom_vjp`.
+    `vmap` look inside of `fn`, where the rule has no say. With `gradients=True` what `grad` makes is one equation, too:
+    it computes `fn` again, and its gradients from that. It is split as `text` says, but for names that some operands
+    lack, along which their gradients are sums: right for attention, not for a product with weights. Where `fn` need not
+    be computed again, declare the two functions of its `jax.custom_vjp`.
+
+        attention = autopar.sharding_rule(mha, "b _ h _, b _ h _, b _ h _ -> b _ h _", gradients=True)   # of Pallas
 
     Raises `InvalidArgument` for a text that cannot be read, and at the call for one that does not fit the arguments.
     """
@@ -60,7 +65,45 @@ def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
         results = _declared.bind(*arrays, function=on_leaves(tree), rule=declared)
         return jax.tree.unflatten(jax.tree.structure(result), results)
 
-    return call
+    return _with_gradients(call, fn, declared) if gradients else call
+
+
+def _with_gradients(call: Callable[..., Any], fn: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
+    """`call`, whose gradients are an equation with a rule."""
+
+    @functools.cache
+    def gradients_of(tree: Any, real: tuple[bool, ...], out_real: tuple[bool, ...]) -> Callable[..., Any]:
+        """The gradients of real operands, from all operands and the cotangents of real results."""
+
+        def gradients(*given: Any) -> list[Any]:
+            operands, cotangents = given[: len(real)], given[len(real) :]
+
+            def real_results(*moving: Any) -> list[Any]:
+                of_moving = iter(moving)
+                leaves = [next(of_moving) if moves else leaf for leaf, moves in zip(operands, real, strict=True)]
+                return list(itertools.compress(jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves))), out_real))
+
+            return list(jax.vjp(real_results, *itertools.compress(operands, real))[1](list(cotangents)))
+
+        read = (*declared.operands, *itertools.compress(declared.results, out_real))
+        sides = (read, tuple(itertools.compress(declared.operands, real)))
+        return sharding_rule(gradients, " -> ".join(", ".join(map(" ".join, side)) for side in sides))
+
+    def backward(args: Any, cotangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        arrays, sent = [jnp.asarray(leaf) for leaf in leaves], jax.tree.leaves(cotangents)
+        real, out_real = (tuple(map(_is_real, each)) for each in (arrays, sent))
+        found = iter(gradients_of(tree, real, out_real)(*arrays, *itertools.compress(sent, out_real)))
+        return jax.tree.unflatten(tree, [next(found) if moves else None for moves in real])
+
+    differentiable = jax.custom_vjp(call)
+    differentiable.defvjp(lambda *args: (call(*args), args), backward)
+    return differentiable
+
+
+def _is_real(array: Any) -> bool:
+    """Return whether an array has gradients, or a cotangent is one."""
+    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 def _name(fn: Callable[..., Any]) -> str:

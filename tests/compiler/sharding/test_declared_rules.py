@@ -1,5 +1,6 @@
 """A user's own function with a sharding rule: one equation that computes what the function computes."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,6 +71,39 @@ def test_gradients_look_inside_of_a_function_with_a_rule(argnums):
         jax.grad(lambda *args: declared(*args).sum(), argnums)(x, w),
         expected,
     )
+
+
+def attention(q, kv, places):
+    scores = jnp.einsum("bqh,bkh->bqk", q, kv["k"]) + places[:, None]
+    return {"mixed": jnp.einsum("bqk,bkh->bqh", jax.nn.softmax(scores), kv["v"]), "places": places + 1}
+
+
+def attention_loss(function):
+    def loss(q, kv, places):
+        found = function(q, kv, places)
+        return (found["mixed"] ** 2).sum() + found["places"].sum()
+
+    return loss
+
+
+def test_gradients_of_a_kernel_have_a_rule_where_that_is_asked_for():
+    declared = autopar.sharding_rule(attention, "b _ _, b _ _, b _ _, b _ -> b _ _, b _", gradients=True)
+    drawn = np.random.default_rng(0).normal(size=(3, 4, 5, 8)).astype("float32")
+    operands = (drawn[0], {"k": drawn[1], "v": drawn[2]}, np.arange(20).reshape(4, 5))
+    gradients = [jax.grad(attention_loss(each), (0, 1)) for each in (declared, attention)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *(each(*operands) for each in gradients))
+    forward, backward = (e for e in traced(gradients[0], *operands) if e.primitive.name == "declared_rule")
+    assert [str(rule) for rule in sharding_rules([forward, backward])] == [
+        "ijk,ilm,ino,ip->iqr,is blocked(jklmnopqrs)",
+        "ijk,ilm,ino,ip,iqr->ist,iuv,iwx blocked(jklmnopqrstuvwx)",
+    ]
+
+
+def test_gradients_with_a_rule_are_equal_equations_in_every_layer():
+    declared = autopar.sharding_rule(jnp.sin, "b -> b", gradients=True)
+    equations = traced(jax.grad(lambda x: declared(declared(x)).sum()), f32(8))
+    keys = {equation_key(eqn) for eqn in equations if eqn.primitive.name == "declared_rule"}
+    assert len(keys) == 2
 
 
 def test_gradients_pass_integers_by():
@@ -186,24 +220,32 @@ sine_of_rows = jax.custom_vjp(forward)
 sine_of_rows.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
 
 
-def kernel_step(params, x):
+# As a library has it, whose two functions have no rule.
+of_library = jax.custom_vjp(lambda x: of_rows(sine, x))
+of_library.defvjp(lambda x: (of_rows(sine, x), x), lambda x, g: (of_rows(sine_backward, x, g),))
+declared_of_library = autopar.sharding_rule(of_library, "rows width -> rows width", gradients=True)
+
+
+def kernel_step(params, x, kernel):
     def loss(params):
-        return jnp.mean(sine_of_rows(sine_of_rows(x @ params[0]) @ params[1]) ** 2)
+        return jnp.mean(kernel(kernel(x @ params[0]) @ params[1]) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kernel", [sine_of_rows, declared_of_library], ids=["own", "of a library"])
 @pytest.mark.parametrize(
     "method",
     [autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)],
     ids=["data", "stages"],
 )
-def test_pallas_kernel_with_a_rule_is_called_with_parts(method):
+def test_pallas_kernel_with_a_rule_is_called_with_parts(method, kernel):
     random = np.random.default_rng(0)
     params = [jnp.asarray(random.normal(size=(8, 8)), jnp.float32) for _ in range(2)]
     x = jnp.asarray(random.normal(size=(32, 8)), jnp.float32)
-    step = autopar.parallelize(kernel_step, method=method, devices=jax.devices()[:4])
-    for got, wanted in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(kernel_step(params, x)), strict=True):
+    plain = partial(kernel_step, kernel=kernel)
+    step = autopar.parallelize(plain, method=method, devices=jax.devices()[:4])
+    for got, wanted in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(plain(params, x)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
