@@ -32,6 +32,7 @@ _OF_KERNELS = {"reduction": "reducing_share", "convolution": "convolution_share"
 """Measured of GPUs alone, and the figure that each gives."""
 _OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "execution", *_OF_KERNELS}
 """Figures that are measured without any exchange between devices."""
+_ESSENTIAL = {"product", "memory"}
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
     "schedules_for_memory", "product_sums", "fuses_products", "holds_rows", "transposes_operands", "erf_flops",
@@ -61,11 +62,14 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     def shown(series: Sequence[Series]) -> Any:
         return track(series, description="measuring", console=Console(stderr=True), transient=True)
 
-    measured = measure(devices, quick=arguments.quick, shown=shown)
+    def kept(measured: Sequence[Measurement]) -> None:
+        if arguments.json is not None:
+            fit_machine(devices, measured).save(arguments.json)
+
+    measured = measure(devices, quick=arguments.quick, shown=shown, kept=kept)
     machine = fit_machine(devices, measured)
     console.print(table_of(machine, measured), summary_of(machine, measured))
     if arguments.json is not None:
-        machine.save(arguments.json)
         console.print(f'autopar.Cluster.load("{arguments.json}") is one host of it.', soft_wrap=True)
     return 0
 
@@ -75,12 +79,23 @@ def measure(
     *,
     quick: bool = False,
     shown: Callable[[Sequence[Series]], Sequence[Series]] = lambda series: series,
+    kept: Callable[[Sequence[Measurement]], None] = lambda measured: None,
 ) -> list[Measurement]:
-    """Measure devices of one process and one kind; `shown` may tell the user about each series as it comes."""
+    """Measure devices of one process and one kind.
+
+    `shown` may tell the user about each series as it comes, `kept` keep all measurements so far, once a machine can be
+    fitted to them: who is cut off then has them.
+    """
     Cluster.from_devices(devices)  # of one kind, and there
     effort = Effort.of(quick=quick)
-    found = [each for one in shown(series_of(devices, effort, quick=quick)) for each in _measured(one, effort)]
-    if missing := sorted({"product", "memory"} - {each.what for each in found}):
+    found: list[Measurement] = []
+    missing = sorted(_ESSENTIAL)
+    for one in shown(series_of(devices, effort, quick=quick)):
+        found += _measured(one, effort)
+        missing = sorted(_ESSENTIAL - {each.what for each in found})
+        if not missing:
+            kept(found)
+    if missing:
         raise Unsupported(
             f"No {' and no '.join(missing)} could be measured, which a machine file needs. See the warnings above for "
             "what the devices said, and run again when they are free."

@@ -44,6 +44,8 @@ _IN_A_ROW = 256
 """Rows and columns of the products of executables in a row."""
 _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
+_FIRST_OF_UNITS = 3
+"""Smaller products, of up to 208 rows, take what a kernel takes to start where matrix units compute them."""
 _WORKS_IN_A_ROUND = 32
 """A GPU counts the rounds of a loop by kernels, and waits for its host to be asked whether to go on."""
 _FEW_WORKS = 8
@@ -109,8 +111,10 @@ class Series:
 
 def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Series]:
     """Everything to measure on devices of one process."""
-    found = [Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes]
-    found.append(Series(name="memory", measure=partial(_memory, devices)))
+    found = [Series(name="memory", measure=partial(_memory, devices))]
+    found += [
+        Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes
+    ]
     if devices[0].platform == "gpu":
         found.append(Series(name="reductions", measure=partial(reductions, devices)))
         found.append(Series(name="convolutions", measure=partial(convolutions, devices)))
@@ -148,7 +152,9 @@ def _products(devices: Sequence[Any], dtype: str, effort: Effort) -> list[Measur
         return Measurement(what="product", dtype=dtype, nbytes=nbytes, seconds=seconds, flops=2.0 * n**3)
 
     # Four times the FLOPs from one to the next.
-    found = list(_growing((round(128 * 4 ** (i / 3) / 16) * 16 for i in range(40)), measured, effort, more=2))
+    first = 0 if devices[0].platform == "cpu" else _FIRST_OF_UNITS
+    sizes = (round(128 * 4 ** (i / 3) / 16) * 16 for i in range(first, max(first + 4, 2 * effort.max_sizes)))
+    found = list(_growing(sizes, measured, effort, more=2))
     largest = found[-1]
     x = operand(round((largest.flops / 2) ** (1 / 3)))
     seconds = _between_passes_s(step, x, largest.seconds, devices, effort)

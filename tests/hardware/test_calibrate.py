@@ -127,6 +127,15 @@ def test_kernels_of_steps_are_measured_on_all_devices(series):
     assert len({each.what for each in found}) == 1 and found[0].what in {each.what for each in KERNELS}
 
 
+def test_what_is_measured_so_far_is_kept_once_a_machine_can_be_fitted(monkeypatch):
+    every, kept = work(Machine.named("dgx-h100")), []
+    series = [Series(name="one", measure=lambda _, each=each: [each]) for each in reversed(every)]
+    monkeypatch.setattr("autopar.hardware.calibrate.series_of", lambda *_, **__: series)
+    measure(jax.devices(), quick=True, kept=lambda found: kept.append(len(found)))
+    memory = sum(each.what == "memory" for each in every)
+    assert kept == list(range(memory + 1, len(every) + 1))
+
+
 def test_a_series_that_the_devices_refuse_does_not_lose_the_others(monkeypatch):
     def refused(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: no algorithm\nmore")
