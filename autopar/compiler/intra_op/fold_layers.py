@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.replicated_values import free_results
 
 _LARGE = 1 / 2
-"""A part of a colour is large if it has this share of the members of the largest part."""
+"""A part of a colour is large if it has more than this share of the members of the largest part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +139,6 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
     return (tuple(lines), tuple(map(number, jaxpr.outvars)))
 
 
-class _Rows:
-    """The rows of a table by the node that stands in one of its columns."""
-
-    def __init__(self, column: np.ndarray) -> None:
-        self._order = np.argsort(column, kind="stable")
-        self._sorted = column[self._order]
-
-    def __getitem__(self, node: int) -> np.ndarray:
-        return self._order[slice(*np.searchsorted(self._sorted, [node, node + 1]))]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Reads:
     """Who reads whom: for every read the two nodes, and a number for the result and the operand that it joins."""
@@ -157,30 +146,26 @@ class _Reads:
     producer: np.ndarray
     reader: np.ndarray
     place: np.ndarray
+    num_nodes: int
 
-    def neighbours(self, node: int, colours: np.ndarray) -> Counter[tuple[int, int]]:
-        """Return the colours of what a node reads, and of its readers, with their places."""
-        read, readers = self.by_reader[node], self.by_producer[node]
-        return Counter(
-            [
-                *zip(self.place[read], colours[self.producer[read]], strict=True),
-                *zip(~self.place[readers], colours[self.reader[readers]], strict=True),
-            ]
-        )
+    def neighbours(self, colours: np.ndarray) -> Callable[[int], Counter[tuple[int, int]]]:
+        """Return the colours of what a node reads, and of its readers, with their places: a function of the node."""
+        seen = colours.tolist()
 
-    def common(self, node: int, other: int, colours: np.ndarray) -> int:
-        """Return how many neighbours of two nodes have the same colours and places."""
-        return (self.neighbours(node, colours) & self.neighbours(other, colours)).total()
+        @cache
+        def of_node(node: int) -> Counter[tuple[int, int]]:
+            return Counter([(place, seen[other]) for place, other in self.by_node[node]])
+
+        return of_node
 
     @cached_property
-    def by_reader(self) -> _Rows:
-        """The reads of every node."""
-        return _Rows(self.reader)
-
-    @cached_property
-    def by_producer(self) -> _Rows:
-        """The reads of every node's results."""
-        return _Rows(self.producer)
+    def by_node(self) -> list[list[tuple[int, int]]]:
+        """By node, the place and the other end of every read that it takes part in."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_nodes)]
+        for producer, reader, place in zip(self.producer.tolist(), self.reader.tolist(), self.place.tolist()):
+            found[reader].append((place, producer))
+            found[producer].append((~place, reader))
+        return found
 
 
 def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
@@ -198,7 +183,7 @@ def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
     ]
     table = np.array(found, dtype=np.int64).reshape(-1, 4)
     place = _mixed((table[:, 1] * 4096 + table[:, 3]).astype(np.uint64))
-    return _Reads(producer=table[:, 0], reader=table[:, 2], place=place)
+    return _Reads(producer=table[:, 0], reader=table[:, 2], place=place, num_nodes=last + 1)
 
 
 def _refined(colours: np.ndarray, reads: _Reads) -> np.ndarray:
@@ -224,14 +209,16 @@ def _without_small_parts(colours: np.ndarray, refined: np.ndarray, reads: _Reads
     _, colour = np.unique(colours[node], return_inverse=True)
     largest = np.zeros(len(size), dtype=np.int64)
     np.maximum.at(largest, colour, size)
-    small = size < _LARGE * largest[colour]
+    small = size <= _LARGE * largest[colour]
     given = np.arange(len(size))
+    near, nearer = reads.neighbours(colours), reads.neighbours(refined)
     for one in np.flatnonzero(small):
-        large = np.flatnonzero((colour == colour[one]) & ~small)
-        common = [reads.common(node[one], node[other], colours) for other in large]
-        if 2 * max(common) >= reads.neighbours(node[one], colours).total():
+        large, mine = np.flatnonzero((colour == colour[one]) & ~small), near(int(node[one]))
+        common = [(mine & near(int(node[other]))).total() for other in large]
+        if 2 * max(common) >= mine.total():
             # Where two are as near, what they read and give decides.
-            farther = [reads.common(node[one], node[other], refined) for other in large]
+            mine = nearer(int(node[one]))
+            farther = [(mine & nearer(int(node[other]))).total() for other in large]
             given[one] = large[max(range(len(large)), key=lambda number: (common[number], farther[number]))]
     return refined[node][given][part]
 

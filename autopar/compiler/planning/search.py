@@ -44,6 +44,7 @@ from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
+from autopar.compiler.planning.stage_layouts import StageLayouts
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
@@ -205,7 +206,7 @@ class _Search:
         for region in self.open:
             if not isinstance(region, Completion) and region.bound_s < bound_s and self.space.is_there(region):
                 bound_s = region.bound_s
-                left_out = left_out or region.bound_s < _WORTH_LOOKING * self.best_s
+                left_out = left_out or region.bound_s < self.enough_s
         others = sorted(
             (seconds, words)
             for words, seconds in self.others.items()
@@ -227,10 +228,9 @@ class _Search:
         Candidates are simulated with what was learned since only where a bound does not tell that others come first.
         """
         queue: list[tuple[tuple[float, ...], int, Region]] = []
-        enough_s = math.inf if self.best is None else _WORTH_LOOKING * self.best_s
         for place, region in enumerate(self.open):
             likely_s = self.likely_s(region, self.learned.bound_s)
-            if self.best is None or likely_s < enough_s:
+            if self.best is None or likely_s < self.enough_s:
                 queue.append((self.order(region, likely_s), place, region))
         heapq.heapify(queue)
         while queue:
@@ -238,9 +238,14 @@ class _Search:
             likely_s = self.likely_s(region)
             if (order := self.order(region, likely_s)) <= bound:
                 return region
-            if self.best is None or likely_s < enough_s:
+            if self.best is None or likely_s < self.enough_s:
                 heapq.heappush(queue, (order, place, region))
         return None
+
+    @property
+    def enough_s(self) -> float:
+        """The time that what is looked at has to be likely to undercut."""
+        return _WORTH_LOOKING * self.best_s
 
     def order(self, region: Region, likely_s: float) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
@@ -493,9 +498,20 @@ class _Search:
             )
             self.learned.learn_step(candidate, seconds)
             return
-        sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
+
+        def learn(number: int, layouts: StageLayouts) -> None:
+            self.learned.learn_stage(candidate, number, layouts.cost, layouts.gap)
+            some = self.best is not None and number + 1 < len(stages) and problem.method.effort != "thorough"
+            if some and (least_s := self.likely_s(region)) >= self.enough_s:
+                raise NoneBelow(least_s)
+
+        try:
+            sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP, learn)
+        except NoneBelow as none:  # by its first stages it is unlikely to be the best
+            self.learned.learn_step(candidate, none.bound)
+            self.open.append(region)
+            return
         self.learn_memory(region, sharded)
-        self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s
