@@ -176,10 +176,14 @@ def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: 
 
     That of a loop or a branch is in its body.
     """
-    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), rules)
-    if key not in known:
-        known[key] = _Fusion(jaxpr=jaxpr, stacks=key[0], rules=rules).run()
-    return known[key]
+    known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
+    if (stacks, rules) not in known:
+        layouts = layouts_of(jaxpr) if rules.holds_rows or rules.transposes_operands else Layouts()
+        same = rules._replace(transposes_operands=rules.transposes_operands and any(layouts.transposed))
+        if (stacks, same) not in known:
+            known[stacks, same] = _Fusion(jaxpr=jaxpr, stacks=stacks, rules=same, layouts=layouts).run()
+        known[stacks, rules] = known[stacks, same]
+    return known[stacks, rules]
 
 
 _END = -1
@@ -192,6 +196,7 @@ class _Fusion:
     jaxpr: jc.Jaxpr
     stacks: Stacks | None
     rules: FusionRules
+    layouts: Layouts
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By view, what it is a view of."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -207,7 +212,6 @@ class _Fusion:
     """By equation that the kernel of a product does behind it, the product."""
     last: dict[int, int] = field(default_factory=dict[int, int])
     """By product the last of these."""
-    layouts: Layouts = field(default_factory=Layouts)
     holds: list[bool] = field(default_factory=list[bool])
     """By equation, whether a reduction of rows is on a path to it from the last product or other reduction."""
     largest: list[int] = field(default_factory=list[int])
@@ -216,8 +220,6 @@ class _Fusion:
     """The equations whose results are in memory."""
 
     def run(self) -> tuple[Traffic, ...]:
-        if self.rules.holds_rows or self.rules.transposes_operands:
-            self.layouts = layouts_of(self.jaxpr)
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._note(number, eqn)
         for place, atom in enumerate(self.jaxpr.outvars):

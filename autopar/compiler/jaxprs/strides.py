@@ -13,6 +13,7 @@ kernel of attention of what has not its last dimension innermost and its first o
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -187,13 +188,18 @@ class Layouts:
                 self.transposed[-1][place] = layout
 
 
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, Layouts] = weakref.WeakKeyDictionary()
+
+
 def layouts_of(jaxpr: jc.Jaxpr) -> Layouts:
-    """Return the layouts of a jaxpr's arrays."""
-    layouts = Layouts()
-    for number, eqn in enumerate(jaxpr.eqns):
-        layouts.note(number, eqn)
-    layouts.transpose_early(jaxpr)
-    return layouts
+    """Return the layouts of a jaxpr's arrays, found once."""
+    if jaxpr not in _known:
+        layouts = Layouts()
+        for number, eqn in enumerate(jaxpr.eqns):
+            layouts.note(number, eqn)
+        layouts.transpose_early(jaxpr)
+        _known[jaxpr] = layouts
+    return _known[jaxpr]
 
 
 def writings(layout: Layout, itemsize: int, piece_bytes: float) -> float:

@@ -105,9 +105,9 @@ def test_number_of_classes_does_not_grow_with_the_depth(kind: str) -> None:
     assert len(set(deep.classes)) < len(deep.classes) / 6
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_weights_fold_over_the_layers_and_never_within_one(kind: str) -> None:
-    num_layers, num_weights = 8, LAYERS[kind][1]
+@pytest.mark.parametrize(("kind", "num_layers"), [*((kind, 8) for kind in LAYERS), ("attention", 4)])
+def test_weights_fold_over_the_layers_and_never_within_one(kind: str, num_layers: int) -> None:
+    num_weights = LAYERS[kind][1]
     trace = traced(kind, num_layers)
     alike = folded(trace).equivalent_inputs
     groups: dict[int, list[str]] = {}
