@@ -17,6 +17,7 @@ Equivalent equations may read values that are not: planning counts every read by
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class Fold:
     equivalent_inputs: dict[int, int]
 
 
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Hashable, Fold]] = weakref.WeakKeyDictionary()
+
+
 def fold(
     closed: jc.ClosedJaxpr,
     input_names: Sequence[str],
@@ -64,13 +68,14 @@ def fold(
     ]
     free = {v for v, is_free in zip(jaxpr.invars, free_inputs, strict=True) if is_free} | set(jaxpr.constvars)
     colours = _numbered([*inputs, *_seen(jaxpr, free, equation_mark), "result"])
-    reads = _reads(jaxpr, state_outputs)
-    first = _firsts(_stable(colours, reads))
-    num_inputs = len(jaxpr.invars)
-    return Fold(
-        classes=[int(node) - num_inputs for node in first[num_inputs : num_inputs + len(jaxpr.eqns)]],
-        equivalent_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
-    )
+    known, key = _known.setdefault(jaxpr, {}), (colours.tobytes(), tuple(sorted(state_outputs.items())))
+    if key not in known:  # the same on every mesh where the user asks for the same
+        first, num_inputs = _firsts(_stable(colours, _reads(jaxpr, state_outputs))), len(jaxpr.invars)
+        known[key] = Fold(
+            classes=[int(node) - num_inputs for node in first[num_inputs : num_inputs + len(jaxpr.eqns)]],
+            equivalent_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
+        )
+    return known[key]
 
 
 def unfolded(closed: jc.ClosedJaxpr) -> Fold:

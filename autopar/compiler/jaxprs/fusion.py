@@ -418,7 +418,7 @@ class _Fusion:
         for number, kernels in sorted(self.kernels.items()):
             if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
                 continue
-            for kernel in sorted(kernels, key=str):
+            for kernel in sorted(kernels, key=str) if len(kernels) > 1 else kernels:
                 moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
                 for place, v in enumerate(self._operands(number)):
                     maker = self.makers.get(v)
