@@ -72,6 +72,9 @@ _MUCH_LESS = 0.9
 """Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
+_RISES = 1.002
+"""Times the least time of stages for any number of microbatches: where those of another take more, numbers that lie
+beyond it, seen from the best, rarely take less."""
 _NUM_RUNNERS_UP = 5
 _UNLIKELY = "what other numbers of microbatches tell to be slower was not searched"
 """Why a search ended with bounds below its best plan, where nothing stopped it."""
@@ -153,6 +156,10 @@ class _Search:
     )
     """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
     known: the times by the number of equal stages."""
+    times_of: dict[tuple[int, int], dict[int, float]] = field(
+        default_factory=dict[tuple[int, int], dict[int, float]]
+    )
+    """By numbers of stages and of microbatches, the time by layers of the best stages that were searched."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -229,6 +236,8 @@ class _Search:
         """
         queue: list[tuple[tuple[float, ...], int, Region]] = []
         for place, region in enumerate(self.open):
+            if isinstance(region, Stages) and not self.is_reached(region):
+                continue
             likely_s = self.likely_s(region, self.learned.bound_s)
             if self.best is None or likely_s < self.enough_s:
                 queue.append((self.order(region, likely_s), place, region))
@@ -307,6 +316,21 @@ class _Search:
         """True once the layouts of some layers are known, unless only bounds are to count."""
         known = self.space.known
         return known is not None and bool(known.solved) and self.space.problem.method.effort != "thorough"
+
+    def is_reached(self, region: Stages) -> bool:
+        """Return whether all numbers of microbatches between the best and a region's were searched and hardly take more.
+
+        The time of stages falls and then rises with the number of microbatches. It may do so again where they divide
+        worse among devices than others, so that numbers which do tell nothing of those.
+        """
+        times_s = self.times_of.get(region.num_stages, {})
+        least_s = min(times_s.values(), default=math.inf)
+        if not self.layers_tell or region.attempt or math.isinf(least_s):
+            return True
+        count, best = region.num_microbatches, min(times_s, key=times_s.__getitem__)
+        most_s, parts = _RISES * least_s, self.space.parts(count)
+        between = [n for n in microbatch_counts(self.space.cuttable) if min(count, best) < n < max(count, best)]
+        return all(times_s.get(n, math.inf) < most_s or self.space.parts(n) % parts for n in between)
 
     def is_cut(self, num_microbatches: int) -> bool:
         """Return whether the layers of a number of microbatches are cut already."""
@@ -420,6 +444,8 @@ class _Search:
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         lower_s = [(1 - known.gap) * each.bound_s for each in found] if share == region.share else [0.0]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
+        least_s = min((each.step_time_s for each in found), default=math.inf)
+        self.times_of.setdefault(region.num_stages, {})[count] = least_s
         for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
             key = count, share, each.stages_key  # of several schedules the fastest is completed
@@ -451,9 +477,9 @@ class _Search:
         if not least_s:
             return region.by_others_s
         fewer, more = (n for n in least_s if n <= few), [n for n in least_s if n >= most]
-        if not more:
+        if not more and max(least_s) < few:
             return region.by_others_s  # fewer and larger stages tell nothing of more and smaller ones
-        near = range(max(fewer, default=few), min(more) + 1)
+        near = range(max(fewer, default=few), min(more, default=most) + 1)
         return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
 
     def unequal_s(self, region: Stages) -> float:

@@ -222,7 +222,10 @@ class Space:
                 yield Lanes(num_microbatches=count, bound_s=self.bounds.lanes_s(count))
 
     def numbers_of_stages(self) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given."""
+        """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given.
+
+        Of a large step all from 2 on are searched at once: there what hosts have to start tells no numbers apart.
+        """
         assert self.known is not None
         given = self.cuttable.num_stages
         if given is not None:
@@ -239,8 +242,9 @@ class Space:
             return
         most, few = min(self.most_of_known, self.problem.num_devices), 2
         while few <= most:
-            yield few, min(2 * (few - 1), most)
-            few = 2 * few - 1
+            last = most if self.is_large else min(2 * (few - 1), most)
+            yield few, last
+            few = last + 1
         marked = any(is_layer_boundary(eqn) for eqn in jc.all_equations(self.cuttable.trace.jaxpr))
         if self.cuttable.takes_all_devices and self.problem.method.layers is None and not marked:
             # All are of one size, so that between too few of them and more than the layers there may be none.
@@ -282,6 +286,10 @@ class Space:
         """The examples of a batch; 1 where there is none."""
         trace = self.problem.trace
         return trace.num_rows if trace.batch_inputs else 1
+
+    def parts(self, num_microbatches: int) -> int:
+        """Return into how many equal parts, at most one for a device, the examples of a microbatch divide."""
+        return math.gcd(self.rows // num_microbatches, self.problem.num_devices)
 
     @cached_property
     def num_hosts(self) -> int:
