@@ -184,3 +184,14 @@ def _fillings(kinds: tuple[int, ...], counts: tuple[int, ...], capacity: int) ->
             free = room - sum(kind * count for kind, count in zip(kinds[1:], rest))
             if used == counts[0] or free < kinds[0]:
                 yield (used, *rest)
+
+
+def divides_as_well(rows: int, one: int, other: int, num_devices: int) -> bool:
+    """Return whether a batch in `one` number of parts divides among devices, if in the other number it does.
+
+    A part does if it has a multiple of the devices as rows, or a divisor of them.
+    """
+    one_does, other_does = (
+        math.gcd(rows // count, num_devices) == min(rows // count, num_devices) for count in (one, other)
+    )
+    return one_does or not other_does

@@ -22,10 +22,11 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from autopar.compiler.inter_op.submeshes import divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.planning.candidates import (
@@ -156,10 +157,10 @@ class _Search:
     )
     """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
     known: the times by the number of equal stages."""
-    times_of: dict[tuple[int, int], dict[int, float]] = field(
-        default_factory=dict[tuple[int, int], dict[int, float]]
-    )
-    """By numbers of stages and of microbatches, the time by layers of the best stages that were searched."""
+    times_of: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
+    """By numbers of stages and of microbatches, the least time by layers of those that were searched."""
+    best_of: dict[tuple[int, int], PipelineCandidate] = field(default_factory=dict[tuple[int, int], PipelineCandidate])
+    """By numbers of stages, the best of these by layers, for whichever number of microbatches."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -318,19 +319,23 @@ class _Search:
         return known is not None and bool(known.solved) and self.space.problem.method.effort != "thorough"
 
     def is_reached(self, region: Stages) -> bool:
-        """Return whether all numbers of microbatches between the best and a region's were searched and hardly take more.
+        """Return whether all numbers of microbatches from the best to a region's were searched, and hardly take more.
 
-        The time of stages falls and then rises with the number of microbatches. It may do so again where they divide
-        worse among devices than others, so that numbers which do tell nothing of those.
+        The time of stages falls and then rises with the number of microbatches. Numbers of which the examples do not
+        divide among the devices of a stage, as those of the best do, are none of them.
         """
         times_s = self.times_of.get(region.num_stages, {})
-        least_s = min(times_s.values(), default=math.inf)
-        if not self.layers_tell or region.attempt or math.isinf(least_s):
+        if not self.layers_tell or region.attempt or not self.best_of.get(region.num_stages):
             return True
-        count, best = region.num_microbatches, min(times_s, key=times_s.__getitem__)
-        most_s, parts = _RISES * least_s, self.space.parts(count)
-        between = [n for n in microbatch_counts(self.space.cuttable) if min(count, best) < n < max(count, best)]
-        return all(times_s.get(n, math.inf) < most_s or self.space.parts(n) % parts for n in between)
+        best, count, rows = self.best_of[region.num_stages], region.num_microbatches, self.space.rows
+        least, largest = best.timing.num_microbatches, max(stage.submesh.num_devices for stage in best.stages)
+        between = [
+            each
+            for each in microbatch_counts(self.space.cuttable)
+            if min(least, count) < each < max(least, count) and divides_as_well(rows, each, least, largest)
+        ]
+        rises = any(times_s.get(each, math.inf) >= _RISES * best.step_time_s for each in between)
+        return not rises and divides_as_well(rows, count, least, largest)
 
     def is_cut(self, num_microbatches: int) -> bool:
         """Return whether the layers of a number of microbatches are cut already."""
@@ -444,14 +449,21 @@ class _Search:
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         lower_s = [(1 - known.gap) * each.bound_s for each in found] if share == region.share else [0.0]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        least_s = min((each.step_time_s for each in found), default=math.inf)
-        self.times_of.setdefault(region.num_stages, {})[count] = least_s
-        for each in sorted(found, key=lambda each: each.step_time_s):
+        found.sort(key=lambda each: each.step_time_s)
+        self.learn_numbers(region, found, below_s)
+        for each in found:
             self.note(str(each), each.step_time_s)
             key = count, share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region))
+
+    def learn_numbers(self, region: Stages, found: Sequence[PipelineCandidate], below_s: float) -> None:
+        """Keep the time of the best stages for a number of microbatches, or what they take no less than."""
+        key, before = region.num_stages, self.best_of.get(region.num_stages)
+        self.times_of.setdefault(key, {})[region.num_microbatches] = found[0].step_time_s if found else below_s
+        if found and (before is None or found[0].step_time_s < before.step_time_s):
+            self.best_of[key] = found[0]
 
     def within_time(self, problem: StageProblem) -> StageProblem:
         """Return the problem with the deadline, once there is a plan to return."""

@@ -287,10 +287,6 @@ class Space:
         trace = self.problem.trace
         return trace.num_rows if trace.batch_inputs else 1
 
-    def parts(self, num_microbatches: int) -> int:
-        """Return into how many equal parts, at most one for a device, the examples of a microbatch divide."""
-        return math.gcd(self.rows // num_microbatches, self.problem.num_devices)
-
     @cached_property
     def num_hosts(self) -> int:
         """The hosts of all groups, or the parts of hosts that equal stages divide them into."""

@@ -1,0 +1,55 @@
+"""Numbers of microbatches that were searched tell which others are worth a search."""
+
+import dataclasses
+import math
+
+import pytest
+
+import autopar
+from autopar.compiler.inter_op.submeshes import divides_as_well
+from autopar.compiler.planning.candidates import stage_candidates
+from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[reportPrivateUsage]
+from autopar.compiler.planning.space import Space, Stages
+from autopar.compiler.planning.stage_costs import StageProblem
+from tests.compiler.planning.test_free_search import arguments, train_step
+
+
+@pytest.fixture
+def problem():
+    cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(1024, 96))
+    return StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+
+
+def test_a_large_step_has_one_region_of_several_stages_for_a_number_of_microbatches(problem):
+    space = Space.of(problem)
+    assert [*space.numbers_of_stages()] == [(2, 2), (3, 4)]
+    space.__dict__["is_large"] = True
+    assert [*space.numbers_of_stages()] == [(1, 1), (2, 4)]
+
+
+def test_numbers_beyond_one_that_takes_longer_are_not_reached(problem):
+    state = _Search.of(problem, lambda plan: math.inf)
+    assert state.space.known is not None
+    found = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
+    best = min(found, key=lambda each: each.step_time_s)
+
+    def reached(**changes):
+        regions = [each for each in state.open if isinstance(each, Stages) and each.num_stages == (2, 2)]
+        return [each.num_microbatches for each in regions if state.is_reached(dataclasses.replace(each, **changes))]
+
+    every = reached()
+    assert every == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    region = next(each for each in state.open if isinstance(each, Stages) and each.num_microbatches == 8)
+    state.learn_numbers(dataclasses.replace(region, num_stages=(2, 2)), [best], math.inf)
+    assert reached() == [6, 8, 12]
+    state.times_of[2, 2][12] = 0.99 * _RISES * best.step_time_s
+    assert reached() == [6, 8, 12, 16]
+    state.times_of[2, 2][6] = 1.01 * _RISES * best.step_time_s
+    assert reached() == [6, 8, 12, 16]
+    assert reached(attempt=1) == every
+
+
+def test_parts_divide_among_devices_as_well_as_others():
+    assert [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if divides_as_well(96, n, 4, 8)] == [1, 2, 3, 4, 6, 12, 24]
+    assert divides_as_well(96, 8, 32, 8) and divides_as_well(96, 8, 16, 5)
