@@ -140,7 +140,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
-    *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands"),
+    *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = ("in_step_share", "convolution_share", "batched_share", "reducing_share", "piece_bytes", "erf_flops")
@@ -151,6 +151,7 @@ _MAY_BE_LEFT_OUT = (
     "exponentials",
     "host_memory_bytes",
     "concurrent_devices",
+    "launch_s",
     "execution_s",
     "combined_bytes",
     *_RULES[1:],
@@ -219,6 +220,8 @@ class Machine:
     where 128 units multiply and add beside 16 for exponentials."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
+    fuses: bool = True
+    """Equations are joined in kernels; else each that is no view is a kernel, as where a framework runs one by one."""
     schedules_for_latency: bool = False
     """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
     schedules_for_memory: bool = True
@@ -245,6 +248,9 @@ class Machine:
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
+    launch_s: float = 0.0
+    """Seconds of a host to launch one kernel, than which none is shorter where it launches each; 0: they are started by
+    the device, as those of one executable."""
     execution_s: float = 0.0
     """Seconds that work takes longer as two executables, one behind the other, than as one: its devices are given it,
     and memory for its results, while its host is ahead of them."""
@@ -276,6 +282,7 @@ class Machine:
             "hidden_share",
             "combined_bytes",
             "dispatch_s",
+            "launch_s",
             "execution_s",
             "host_bandwidth",
             "host_memory_bytes",
@@ -534,6 +541,7 @@ def _faster(machine: Machine, factor: float) -> Machine:
         peak_flops={dtype: factor * peak for dtype, peak in machine.peak_flops.items()},
         exponentials=machine.exponentials * factor,
         kernel_s=machine.kernel_s / factor,
+        launch_s=machine.launch_s / factor,
         execution_s=machine.execution_s / factor,
         intra=intra,
     )

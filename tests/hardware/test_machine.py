@@ -212,6 +212,8 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"widens_bfloat16": "no"}, "widens_bfloat16 of 'one' is 'no', it must be true or false"),
         ({"scatters_sums": 1.0}, "scatters_sums of 'one' is 1.0, it must be true or false"),
         ({"masks_ragged_products": 0}, "masks_ragged_products of 'one' is 0, it must be true or false"),
+        ({"launch_s": "soon"}, "launch_s of 'one' is 'soon'"),
+        ({"fuses": 0}, "fuses of 'one' is 0, it must be true or false"),
         ({"execution_s": -1e-3}, "execution_s of 'one' is -0.001; it must be finite and not negative"),
         ({"sources": {"intra": 5}}, r"sources of 'one' are \{'intra': 5\}; each must be a text"),
         ({"sources": {"nic": "somewhere"}}, r"name the unknown fields \['nic'\]"),

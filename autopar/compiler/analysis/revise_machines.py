@@ -34,6 +34,7 @@ FIGURES = {
         "batched_share",
         "exponentials",
         "dispatch_s",
+        "launch_s",
         "execution_s",
     ),
     "links": ("intra", "inter", "hidden_share"),

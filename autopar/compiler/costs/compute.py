@@ -13,6 +13,7 @@ The bytes of a fused kernel are those at its border: each of its equations pays 
 read, and for the results that leave the kernel (`jaxprs.fusion`). Kernels with reductions reach a share of the memory
 bandwidth, `reducing_share` of the machine. Transposed copies written in short pieces take as long as by
 `piece_bytes`. Where a kernel does more operations for a byte than the vector units can, its bytes take as much longer.
+Where a host launches each kernel, none takes less than that, `launch_s`.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _product_s(
         product_s = machine.matmul_s(flops / strategy.devices, read + written, dtype)
     if passes := _pass_bytes(eqn, strategy, mesh_costs.mesh):
         product_s += 2 * machine.kernel_s + passes / machine.memory_bandwidth
-    return product_s + _mask_s(eqn, strategy, mesh_costs)
+    return max(product_s, machine.launch_s) + _mask_s(eqn, strategy, mesh_costs)
 
 
 def _pass_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> float:
@@ -157,9 +158,8 @@ def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machin
     nbytes = _moved(eqn, operands, results, traffic)
     taken = nbytes + traffic.wasted * sum(results)
     bandwidth = machine.memory_bandwidth * (machine.reducing_share if traffic.reduces else 1.0)
-    return traffic.kernels * machine.kernel_s + np.maximum(
-        taken / bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte)
-    )
+    work_s = np.maximum(taken / bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte))
+    return np.maximum(traffic.kernels * machine.kernel_s + work_s, traffic.kernels * machine.launch_s)
 
 
 def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: Traffic) -> Any:

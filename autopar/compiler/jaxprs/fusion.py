@@ -109,6 +109,8 @@ class FusionRules(NamedTuple):
     """Bytes that are written in the time of shorter pieces."""
     erf_flops: float = 1.0
     """What error functions take for each number."""
+    fuses: bool = True
+    """Equations are joined in kernels at all."""
 
     @staticmethod
     def of(machine: Machine) -> FusionRules:
@@ -152,6 +154,14 @@ def alone(eqn: jc.JaxprEqn) -> Traffic:
     )
 
 
+def _unfused(eqn: jc.JaxprEqn) -> Traffic:
+    """Return the traffic of an equation where none is joined with others: views and constants are no kernels."""
+    if kind_of(eqn) not in ("view", "constant"):
+        return alone(eqn)
+    nothing = (0.0,) * len(eqn.invars), (0.0,) * len(eqn.outvars)
+    return Traffic(reads=nothing[0], writes=nothing[1], kernels=0.0, flops_per_byte=0.0)
+
+
 class Stacks(NamedTuple):
     """The inputs of a body that are slices of stacks, and the results that are written into some: from a number on."""
 
@@ -176,6 +186,8 @@ def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: 
 
     That of a loop or a branch is in its body.
     """
+    if not rules.fuses:
+        return tuple(map(_unfused, jaxpr.eqns))
     known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
     if (stacks, rules) not in known:
         layouts = layouts_of(jaxpr) if rules.holds_rows or rules.transposes_operands else Layouts()

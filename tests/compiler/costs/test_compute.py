@@ -59,6 +59,13 @@ def test_seconds_on_one_device_are_those_of_the_roofline(case, expected):
     assert seconds(case)[0] == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("case", [("dot_general", jnp.matmul, (X, X)), ("add", jnp.add, (X, X))])
+def test_no_kernel_is_shorter_than_a_launch_where_a_host_launches_each(case):
+    least = min(seconds(case))
+    assert min(seconds(case, changed(launch_s=least / 2))) == least
+    assert min(seconds(case, changed(launch_s=3 * least))) == pytest.approx(3 * least)
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_ragged_products_are_computed_for_every_group_where_each_meets_all_rows(masks):
     case = ("ragged_dot_general", lax.ragged_dot, (X, real(3, 64, 64), whole(3)))

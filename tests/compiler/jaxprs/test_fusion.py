@@ -49,6 +49,12 @@ def test_kernels_move_the_bytes_at_their_borders(fn, operands: int, arrays: floa
     assert moved(fn, *[X] * operands) == pytest.approx(arrays, abs=0.05)
 
 
+def test_every_equation_but_views_is_a_kernel_where_none_are_joined():
+    _, found = traffic(lambda x: jnp.tanh(x * 2.0).T + 1.0, X, fuses=False)
+    assert sum(each.kernels for each in found) == 3
+    assert moved(lambda x: jnp.tanh(x * 2.0).T + 1.0, X, fuses=False) == pytest.approx(6, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("fn", "arrays", "apart"),
     [
