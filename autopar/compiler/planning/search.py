@@ -45,7 +45,6 @@ from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
-from autopar.compiler.planning.stage_layouts import StageLayouts
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
@@ -536,20 +535,9 @@ class _Search:
             )
             self.learned.learn_step(candidate, seconds)
             return
-
-        def learn(number: int, layouts: StageLayouts) -> None:
-            self.learned.learn_stage(candidate, number, layouts.cost, layouts.gap)
-            some = self.best is not None and number + 1 < len(stages) and problem.method.effort != "thorough"
-            if some and (least_s := self.likely_s(region)) >= self.enough_s:
-                raise NoneBelow(least_s)
-
-        try:
-            sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP, learn)
-        except NoneBelow as none:  # by its first stages it is unlikely to be the best
-            self.learned.learn_step(candidate, none.bound)
-            self.open.append(region)
-            return
+        sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
         self.learn_memory(region, sharded)
+        self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s

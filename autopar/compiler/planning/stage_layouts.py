@@ -199,12 +199,8 @@ def stage_shardings(
     stages: Sequence[Stage],
     timing: Timing,
     max_gap: float = MAX_GAP,
-    note: Callable[[int, StageLayouts], None] = lambda number, layouts: None,
 ) -> list[StageLayouts]:
-    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible.
-
-    Each is noted once it is known, by its number; what `note` raises ends it.
-    """
+    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible."""
     layouts: list[StageLayouts] = []
     kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
     for number, stage in enumerate(stages):
@@ -216,7 +212,6 @@ def stage_shardings(
         key = (layers, classes, _key(inputs))
         equivalent: _EquivalentStages = problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))
         layouts.append(_solve(problem, inputs, equivalent, max_gap))
-        note(number, layouts[-1])
     return layouts
 
 

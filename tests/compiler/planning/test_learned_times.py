@@ -24,15 +24,10 @@ def candidates() -> list[PipelineCandidate]:
     return stage_candidates(problem, KnownLayers.of(problem), 1, (2, 3), math.inf)
 
 
-def learn_stages(learned, candidate, *, share=1.0, gap=0.0):
-    for number, stage in enumerate(candidate.stages):
-        learned.learn_stage(candidate, number, stage.cost.in_time(share), gap)
-
-
 def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.least_s(first) < 0.9 * first.step_time_s
-    learn_stages(learned, first, share=0.95)
+    learned.learn_stages(first, [stage.cost.in_time(0.95) for stage in first.stages], gap=0.0)
     assert learned.least_s(first) == pytest.approx(0.995 * 0.95 * first.step_time_s, rel=1e-2)
     there = {stage.submesh for stage in first.stages}
     for other in candidates:
@@ -45,7 +40,7 @@ def test_what_was_simulated_last_bounds_what_is_expected(candidates):
     for share, each in zip([0.97, 0.9, 1.1, 0.95, 0.85], candidates, strict=False):
         for other in candidates:
             assert learned.bound_s(other) <= learned.least_s(other) == learned.bound_s(other)
-        learn_stages(learned, each, share=share, gap=0.01)
+        learned.learn_stages(each, [stage.cost.in_time(share) for stage in each.stages], gap=0.01)
         bounds = {other: learned.bound_s(other) for other in candidates}
         assert all(0 < bound <= learned.least_s(other) for other, bound in bounds.items())
         learned.learn_step(each, share * each.step_time_s)
@@ -53,7 +48,7 @@ def test_what_was_simulated_last_bounds_what_is_expected(candidates):
 
 def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates):
     first, learned = candidates[0], LearnedTimes()
-    learn_stages(learned, first, share=1.2)
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
     learned.learn_step(first, 1.2 * first.step_time_s)
     assert learned.least_s(first) == pytest.approx(0.995 * 1.2 * first.step_time_s, rel=1e-2)
     assert not learned.on and learned.step_share == learned.least_share == 0.85
@@ -62,19 +57,19 @@ def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates)
 def test_what_is_usual_is_what_such_stages_took_last(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.usual_s(first) == first.step_time_s
-    learn_stages(learned, first, share=1.2)
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
     there = {stage.submesh for stage in first.stages}
     alike = [there.intersection(stage.submesh for stage in each.stages) != set() for each in candidates]
     for each, is_alike in zip(candidates, alike, strict=True):
         assert learned.usual_s(each) == pytest.approx((1.2 if is_alike else 1.0) * each.step_time_s)
-    learn_stages(learned, first, share=0.9)
+    learned.learn_stages(first, [stage.cost.in_time(0.9) for stage in first.stages], gap=0.0)
     assert learned.usual_s(first) == first.step_time_s
 
 
 def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     learned = LearnedTimes()
     for each in candidates:
-        learn_stages(learned, each)
+        learned.learn_stages(each, [stage.cost for stage in each.stages], gap=0.0)
     several = {stage.submesh for each in candidates for stage in each.stages if stage.stop - stage.start > 1}
     assert several and learned.on.keys() == several
 
@@ -92,7 +87,7 @@ def test_stages_of_another_schedule_are_known(candidates):
     assert pairs
     for one, other in pairs:
         learned = LearnedTimes()
-        learn_stages(learned, one, share=0.9)
+        learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
         assert learned.least_s(other) == pytest.approx(0.995 * 0.9 * other.step_time_s, rel=1e-2)
 
 
