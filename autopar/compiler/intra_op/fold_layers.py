@@ -45,6 +45,7 @@ class Fold:
 
 
 _known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Hashable, Fold]] = weakref.WeakKeyDictionary()
+"""By program and what the user asks of it, its classes."""
 
 
 def fold(
