@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 _current: ContextVar[Callable[..., None] | None] = ContextVar("search_progress", default=None)
+_heard: ContextVar[Callable[[float], None] | None] = ContextVar("heard_best", default=None)
 _LINE_EVERY_S = 10.0
 
 
@@ -95,6 +96,19 @@ def tell(what: str) -> None:
 def tell_best(step_time_s: float) -> None:
     """Show the time of a step by the best plan so far."""
     _update(best=f"best so far {1e3 * step_time_s:.4g} ms")
+    heard = _heard.get()
+    if heard is not None:
+        heard(step_time_s)
+
+
+@contextmanager
+def hearing_best(heard: Callable[[float], None]) -> Generator[None]:
+    """Call the function with the time of a step, in seconds, by each plan inside that is better than those before."""
+    token = _heard.set(heard)
+    try:
+        yield
+    finally:
+        _heard.reset(token)
 
 
 def _update(**fields: Any) -> None:

@@ -2,18 +2,22 @@
 
     python -m benchmarks.pipeline_plan_time --json plan_time.json
     python -m benchmarks.pipeline_plan_time --model 39B --gpus 64 --cluster p3.16xlarge
+    python -m benchmarks.pipeline_plan_time --model llama-3-8b --remat --cluster dgx-h100 --what cold loaded
 
 Every row is a process of its own. The first one of a case finds an empty cache; the second finds what the first kept,
 and so does the third, which plans for a host less, where there are several, or, of a cluster of two kinds, for the
-first kind alone: what elastic training plans when it loses hosts. The last row does so again. Times are of the wall
-clock, in seconds: `start` imports JAX and autopar, `trace` traces the step, `plan` is the search. `cpu` is the
-processor time of all that together, which tells more than `total` where other processes run as well, as `load` says;
-targets are of it.
+first kind alone: what elastic training plans when it loses hosts. The last row does so again. `loaded`, which has to
+be asked for, plans with an empty cache too, beside eight processes that do nothing but compute; it fails where its plan
+is another one than the cold one, byte for byte. Times are of the wall clock, in seconds: `start` imports JAX and
+autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that together, which tells
+more than `total` where other processes run as well, as `load` says; targets are of it. `first` is of the processor as
+well, until a plan was at hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -21,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -54,8 +59,12 @@ class Row:
     plan_s: float
     total_s: float
     cpu_s: float
+    first_s: float | None
+    """Of the processor, until the search had a plan; None for a plan that was kept."""
     load: float
     plan: str
+    digest: str
+    """Of all that the plan holds."""
     step_time_s: float | None
     gap: float | None
 
@@ -71,6 +80,8 @@ CASES = (
     Case(model="llama-3-405b", gpus=10240, cluster="dgx-h100", remat=True, target_s=60),
 )
 _WHAT = ("cold", "again", "one host lost", "one kind lost", "one kind lost, again")
+_LOADED = "loaded"
+_BUSY_PROCESSES = 8
 _LAYERS_OF_SMALL = 4
 _PER_HOST = 8
 
@@ -105,12 +116,31 @@ def main() -> None:
 
 
 def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
-    """The rows of a case, which share a cache."""
-    with tempfile.TemporaryDirectory() as directory:
+    """The rows of a case, which share a cache, but for `loaded`; `RuntimeError` where load makes another plan."""
+    digests: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as empty:
         for each in what:
             left = remaining(case, each)
-            if left is not None:
-                yield measured_apart(replace(left, what=each), directory)
+            if left is None:
+                continue
+            with busy(_BUSY_PROCESSES if each == _LOADED else 0):
+                row = measured_apart(replace(left, what=each), empty if each == _LOADED else directory)
+            digests[each] = row.digest
+            yield row
+    if _LOADED in digests and digests[_LOADED] != digests.get("cold", digests[_LOADED]):
+        raise RuntimeError(f"{case.family} {case.model} has another plan beside {_BUSY_PROCESSES} busy processes.")
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Have so many processes compute all the while."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
 
 
 def remaining(case: Case, what: str) -> Case | None:
@@ -118,7 +148,7 @@ def remaining(case: Case, what: str) -> Case | None:
     first, *others = case.cluster.split(" + ")
     again = replace(case, target_s=2.0)
     match what:
-        case "cold":
+        case "cold" | "loaded":
             return case
         case "again":
             return again
@@ -148,6 +178,7 @@ def measured(case: Case) -> Row:
     begin = time.perf_counter()
     # Imported here, for the time that it takes is measured.
     import autopar
+    from autopar.progress import hearing_best
     from benchmarks.models.sizes import FAMILIES
     from benchmarks.planned_case import summary
 
@@ -159,8 +190,10 @@ def measured(case: Case) -> Row:
     started = time.perf_counter()
     traced = step.trace(workload.abstract_state, workload.abstract_batch)
     at_hand = time.perf_counter()
-    remat = "auto" if case.remat else False
-    plan = traced.plan(autopar.Auto(remat=remat, batch_statistics=workload.batch_statistics)).plan
+    method = autopar.Auto(remat="auto" if case.remat else False, batch_statistics=workload.batch_statistics)
+    first_s: list[float] = []
+    with hearing_best(lambda _: first_s.append(time.process_time())):
+        plan = traced.plan(method).plan
     end = time.perf_counter()
     certificate = plan.certificate
     return Row(
@@ -170,8 +203,10 @@ def measured(case: Case) -> Row:
         plan_s=end - at_hand,
         total_s=end - begin,
         cpu_s=time.process_time(),
+        first_s=first_s[0] if first_s else None,
         load=os.getloadavg()[0],
         plan=summary(plan),
+        digest=hashlib.sha256(plan.to_json().encode()).hexdigest(),
         step_time_s=None if certificate is None else certificate.step_time_s,
         gap=None if certificate is None else certificate.gap,
     )
@@ -180,15 +215,26 @@ def measured(case: Case) -> Row:
 def table_of(rows: Iterable[Row]) -> Table:
     """One line for each row."""
     table = Table(title="Seconds to plan one train step with stages")
-    for column in ("model", "GPUs", "", "start", "trace", "plan", "total", "cpu", "target", "load", "step s", "what"):
+    figures = ("start", "trace", "plan", "total", "first", "cpu", "target", "load", "step s")
+    for column in ("model", "GPUs", "", *figures, "what"):
         table.add_column(column, justify="left" if column in ("model", "", "what") else "right")
     for row in rows:
         case = row.case
-        parts = (f"{part:.1f}" for part in (row.start_s, row.trace_s, row.plan_s, row.total_s, row.cpu_s))
+        parts = (f"{part:.1f}" for part in (row.start_s, row.trace_s, row.plan_s, row.total_s))
+        first = "" if row.first_s is None else f"{row.first_s:.1f}"
         target = "" if case.target_s is None else f"{case.target_s:g}"
         step = "" if row.step_time_s is None else f"{row.step_time_s:.4g}"
         table.add_row(
-            f"{case.family}-{case.model}", str(case.gpus), case.what, *parts, target, f"{row.load:.1f}", step, row.plan
+            f"{case.family}-{case.model}",
+            str(case.gpus),
+            case.what,
+            *parts,
+            first,
+            f"{row.cpu_s:.1f}",
+            target,
+            f"{row.load:.1f}",
+            step,
+            row.plan,
         )
     return table
 
