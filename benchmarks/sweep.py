@@ -195,6 +195,13 @@ SWEEPS = (
         shows="losses of a GPT whose gradients are sent in 16 and in 8 bits, and their bytes, planned and compiled",
     ),
     Sweep(
+        name="xla_tables",
+        words=("benchmarks.xla_tables",),
+        minutes=1,
+        shows="what plans have for collectives and products, against the tables that XLA's GPU compiler carries",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
         name="plan_time",
         words=("benchmarks.plan_time",),
         minutes=2,

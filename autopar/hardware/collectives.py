@@ -23,6 +23,8 @@ trees, and large ones rings:
 
     all-reduce     2 start + 2 ((m-1) intra.step + ceil(log2 h) inter.step) + 2 b / (tree_share bandwidth)
 
+So do sums inside of one domain whose switches add (NVLink SHARP): above them each byte goes once, at a share above 1.
+
 All-to-alls and permutes have no ring: pairs send for themselves, so that the slowest count (`exchange_bandwidth`). Of
 what a device sends to all, a level takes what stays on one device of all slower ones:
 

@@ -71,7 +71,7 @@ class Link:
     exchange_bandwidths: tuple[tuple[int, float], ...] = ()
     """Bytes/s that one device of a group sends to all others at once, where wires do not join every pair."""
     tree_share: float = 0.0
-    """Of the bandwidth of a ring, the share that sums along a tree reach; 0: the machine's library has none."""
+    """Of the bandwidth of a ring, the share that sums along a tree reach, above 1 where switches sum; 0: no trees."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no link has."""
