@@ -3,7 +3,7 @@
     input          a layout for each leaf; the state that the step returns must come back in it
     equation       a strategy of its rule; what it reads costs the resharding from its producer's layout
     stored form    a value with several readers is reduced or gathered once for all of them, and kept so
-    copy           ... and once more for all readers of one phase, forward or backward: kept for these only
+    copy           ... and once more for all readers of one phase, as the backward pass: kept for these only
     body           loops, branches and remat regions are entered: a carry has one layout, coming in and going out
 
 so that ZeRO is the gradient's and the moments' layout, Megatron the strategies of two products, and regathering for
@@ -66,10 +66,9 @@ class LayoutNode(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A reader of a value: the layouts that it wants, how often it reads, and in which phase of the step."""
+    """A reader of a value: the layouts that it wants, and in which phase of the step."""
 
     node: LayoutNode
-    weight: float
     phase: str
 
 
@@ -97,8 +96,6 @@ class BlockGraph:
     copies: dict[jc.Var, dict[str, LayoutNode]] = field(default_factory=dict[jc.Var, dict[str, LayoutNode]])
     """By phase, the form in which it is read by the several readers of the phase."""
     results: list[LayoutNode | None] = field(default_factory=list[LayoutNode | None])
-    equivalent: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
-    """The value that stands for a value of folded layers; `stored` and `copies` go by it."""
 
 
 @dataclass(kw_only=True)
@@ -192,10 +189,9 @@ def block_plan_of(block: BlockGraph, options: Sequence[int]) -> BlockPlan:
     made = {id(c): equation(c) for c in block.equations if c is not None}
     forms: dict[tuple[int, str], Layout] = {}
     for v, number in value_numbers(block.jaxpr).items():
-        first = block.equivalent.get(v, v)
-        if first in block.stored:
-            forms[number, "stored"] = block.stored[first].layouts[options[block.stored[first].number]]
-        for phase, node in block.copies.get(first, {}).items():
+        if v in block.stored:
+            forms[number, "stored"] = block.stored[v].layouts[options[block.stored[v].number]]
+        for phase, node in block.copies.get(v, {}).items():
             forms[number, phase] = node.layouts[options[node.number]]
     return BlockPlan(
         arguments=tuple(layout(c) for c in block.arguments),
@@ -294,8 +290,7 @@ class BlockBuilder:
     sources: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
     free: set[jc.Var] = field(default_factory=set[jc.Var])
     equivalent: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
-    uses: dict[jc.Var, dict[_Key, Reader]] = field(default_factory=dict[jc.Var, dict[_Key, Reader]])
-    instances: Counter[jc.Var] = field(default_factory=Counter[jc.Var])
+    uses: dict[jc.Var, dict[Hashable, Reader]] = field(default_factory=dict[jc.Var, dict[Hashable, Reader]])
     equations: list[EquationNode | None] = field(default_factory=list[EquationNode | None])
     kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
@@ -312,12 +307,10 @@ class BlockBuilder:
         self.traffic = fused_traffic(self.jaxpr, self.within, rules=FusionRules.of(machine))
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
-            root = self.first(v)
-            self.instances[root] += 1
             if node is None:
                 self.free.add(v)
             else:
-                self.sources.setdefault(root, node)
+                self.sources.setdefault(self.first(v), node)
         equivalent: dict[int, list[int]] = {}
         for number, first in enumerate(self.classes):
             equivalent.setdefault(first, []).append(number)
@@ -335,15 +328,14 @@ class BlockBuilder:
         return self.sources[self.first(atom)]
 
     def read(self, atom: Any, node: LayoutNode, key: _Key | Any, *, phase: str) -> None:
-        """Note that a node reads a value; equivalent reads of folded layers add up."""
+        """Note that a node reads a value; what equivalent readers of folded layers want of it is made once."""
         if isinstance(atom, jc.Literal):
             return
         if atom in self.free:
             if atom in self.constants:
                 self.constants[atom].readers[key] = node, phase
             return
-        mine = self.uses.setdefault(self.first(atom), {})
-        mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + self.weight, phase)
+        self.uses.setdefault(atom, {})[key] = Reader(node, phase)
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
         """Return the phase in which an equation reads its operands."""
@@ -360,7 +352,6 @@ class BlockBuilder:
             return
         for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
             self.equivalent[v] = original
-            self.instances[original] += 1
         if first < number:
             node = self.equations[first]
             assert node is not None
@@ -411,10 +402,12 @@ class BlockBuilder:
             arguments=self.arguments,
             equations=self.equations,
             results=list(results),
-            equivalent=self.equivalent,
         )
-        for v, by_key in self.uses.items():
-            self._connect(v, list(by_key.values()), done)
+        equivalent: dict[jc.Var, list[jc.Var]] = {}
+        for v in self.uses:
+            equivalent.setdefault(self.first(v), []).append(v)
+        for first, values in equivalent.items():
+            self._connect(first, values, done)
         for atom, node in zip(self.jaxpr.outvars, results, strict=True):
             if node is None:
                 self._read_whole(atom)
@@ -476,29 +469,33 @@ class BlockBuilder:
                 wanted = LayoutNode(node.number, tuple(part.operands[place] for part in chosen))
                 self.read(atom, wanted, (key, constant.number, place), phase=phase)
 
-    def _connect(self, v: jc.Var, uses: list[Reader], done: BlockGraph) -> None:
-        source = self.sources[v]
-        weight = self.weight * self.instances[v]
-        # Of folded layers each may have a reader of its own: then nothing is there twice to be kept for.
-        if len(uses) > 1 and sum(u.weight for u in uses) > weight:
-            phase = min((u.phase for u in uses), key=PHASES.index)
-            stored = self._form(v, "stored", source)
-            self._reshard(v, source, stored, weight, phase)
-            done.stored[v] = source = stored
-        phases = dict.fromkeys(u.phase for u in uses)
+    def _connect(self, v: jc.Var, values: Sequence[jc.Var], done: BlockGraph) -> None:
+        """Connect the values that one stands for: those of several readers over the same forms, others directly."""
+        source, several = self.sources[v], [each for each in values if len(self.uses[each]) > 1]
+        readers = {key: reader for each in values for key, reader in self.uses[each].items()}
+        alone = Counter(key for each in values for key in self.uses[each] if len(self.uses[each]) == 1)
+        for key, times in alone.items():
+            self._reshard(v, source, readers[key].node, times, readers[key].phase)
+        if not several:
+            return
+        reads = Counter(key for each in several for key in self.uses[each])
+        phases = dict.fromkeys(readers[key].phase for key in reads)
+        stored = self._form(v, "stored", source)
+        self._reshard(v, source, stored, len(several), min(phases, key=PHASES.index))
+        done.stored.update(dict.fromkeys(several, stored))
         for phase in phases:
-            mine = [u for u in uses if u.phase == phase]
-            origin = source
-            if v in done.stored and len(mine) > 1 and len(phases) > 1 and phase != "update":
-                origin = self._form(v, phase, source)
-                self._reshard(v, source, origin, weight, phase)
-                done.copies.setdefault(v, {})[phase] = origin
-            for use in mine:
-                self._reshard(v, origin, use.node, use.weight, use.phase)
+            mine, origin = [key for key in reads if readers[key].phase == phase], stored
+            if len(mine) > 1 and len(phases) > 1:
+                origin = self._form(v, phase, stored)
+                self._reshard(v, stored, origin, len(several), phase)
+                for each in several:
+                    done.copies.setdefault(each, {})[phase] = origin
+            for key in mine:
+                self._reshard(v, origin, readers[key].node, reads[key], phase)
 
-    def _reshard(self, v: jc.Var, source: LayoutNode, target: LayoutNode, weight: float, phase: str) -> None:
+    def _reshard(self, v: jc.Var, source: LayoutNode, target: LayoutNode, times: int, phase: str) -> None:
         """Add an edge; a collective that is combined with others costs what one of the update does."""
-        phase = "update" if self.combined.share(v, phase) else phase
+        phase, weight = "update" if self.combined.share(v, phase) else phase, self.weight * times
         self.planner.table.add_edge(source, target, v.aval, weight, phase, summed=v not in self.widened)
 
     def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:

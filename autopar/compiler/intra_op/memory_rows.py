@@ -88,8 +88,7 @@ def _variables(jaxpr: jc.Jaxpr) -> list[jc.Var]:
 
 def _planned(graph: BlockGraph, variable: Any, form: str) -> LayoutNode | None:
     """Return the node of a stored form, or of one for all readers of a phase."""
-    first: Any = graph.equivalent.get(variable, variable)
-    return graph.stored.get(first) if form == "stored" else graph.copies.get(first, {}).get(form)
+    return graph.stored.get(variable) if form == "stored" else graph.copies.get(variable, {}).get(form)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,8 +40,8 @@ from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured
 from autopar.compiler.solver.optimum_cache import cached
-from autopar.compiler.solver.problem import Assignment, Optimum
-from autopar.compiler.solver.solve import MAX_GAP, solve
+from autopar.compiler.solver.problem import Assignment, NoneBelow, Optimum
+from autopar.compiler.solver.solve import MAX_GAP, ROUND_OFF, solve
 from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import MemoryTooSmall
@@ -200,6 +200,8 @@ class IntraOpProblem:
         )
 
     def _solved(self, below_s: float, unlimited: Optimum | None) -> Optimum:
+        if unlimited is not None and unlimited.lower_bound >= (1 - ROUND_OFF) * below_s:
+            raise NoneBelow(unlimited.lower_bound)
         if unlimited is not None and unlimited.value < below_s:
             limited = math.isfinite(self.search.budget_bytes)
             proven = unlimited.gap <= MAX_GAP

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.solver.problem import MRF, FloatArray, Optimum, assignment_cost
-from autopar.compiler.solver.solve import solve
+from autopar.compiler.solver.solve import ROUND_OFF, solve
 from autopar.kept_files import keep_text, read_text
 
 CACHE_VERSION = 7
 """Changes whenever what is kept, or what an optimum is, changes."""
-COST_TOLERANCE = 1e-9
-"""Share of the cost of an assignment by which the one that was kept may differ, as sums in another order do."""
 
 
 def solve_or_recall(problem: MRF, directory: Path | None, *, time_limit_s: float, max_gap: float) -> Optimum:
@@ -50,7 +48,7 @@ def _holds(problem: MRF, kept: Optimum) -> bool:
     sizes = [cost.size for cost in problem.costs]
     if len(kept.assignment) != len(sizes) or not all(map(lambda o, size: 0 <= o < size, kept.assignment, sizes)):
         return False
-    slack = COST_TOLERANCE * abs(kept.value)
+    slack = ROUND_OFF * abs(kept.value)
     return (
         abs(assignment_cost(problem, kept.assignment) - kept.value) <= slack and kept.lower_bound <= kept.value + slack
     )

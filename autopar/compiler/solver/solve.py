@@ -28,7 +28,7 @@ import numpy as np
 
 from autopar.compiler.solver.beam_search import MOST_WORK, beam_search
 from autopar.compiler.solver.contraction import contract
-from autopar.compiler.solver.dual_ascent import FEW_PAIRS, SUM_TOLERANCE, Ascent, ascend, within_gap
+from autopar.compiler.solver.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
 from autopar.compiler.solver.linear_program import LARGEST_PROGRAM, solve_in_whole_numbers
 from autopar.compiler.solver.presolve import reduce_problem
 from autopar.compiler.solver.problem import (
@@ -64,6 +64,9 @@ SWEEPS_TO_SEARCH = 96
 """Sweeps of a long ascent between one beam search and the next."""
 LIGHT_WORK = 1_000_000
 """Pairs times partial assignments of a search that first finds a good assignment."""
+
+ROUND_OFF = 1e-9
+"""Share of a cost by which it may differ where its terms are added in another order."""
 
 STEPS = (
     "dominated options",
@@ -105,9 +108,9 @@ def solve(
 def minimize_below(problem: MRF, effort: SolveEffort, below: float) -> Incumbent:
     """Return the best assignment; raise `NoneBelow` as soon as it is known that none costs less than `below`."""
     found = minimize(problem, effort, below)
-    if found.value < below or below == np.inf:
+    if below == np.inf or found.value < below - ROUND_OFF * abs(below):
         return found
-    if found.bound >= below - SUM_TOLERANCE * abs(below) or effort.is_enough(below, found.bound):
+    if found.bound >= below - ROUND_OFF * abs(below) or effort.is_enough(below, found.bound):
         raise NoneBelow(found.bound)
     return minimize(problem, effort)  # the work ended before that was known
 

@@ -174,8 +174,8 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -> None:
-    """Readers differ at the ends of the model, so that the value that stands for all has several."""
+def test_what_has_one_reader_is_not_kept_for_several(kind: str) -> None:
+    """Readers differ from layer to layer at the ends of the model, so that what stands for all has several."""
     trace = traced(kind, 8)
     found = plan_intra_op(
         trace.jaxpr,
@@ -189,8 +189,5 @@ def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -
     reads = Counter(v for eqn in jaxpr.eqns for v in jc.operands(eqn)) + Counter(
         v for v in jaxpr.outvars if isinstance(v, jc.Var)
     )
-    kept = {
-        v: max(n for w, n in reads.items() if found.choices.equivalent.get(w, w) == v) for v in found.choices.stored
-    }
-    assert kept
-    assert min(kept.values()) > 1
+    assert found.choices.stored
+    assert min(reads[v] for v in found.choices.stored) > 1
