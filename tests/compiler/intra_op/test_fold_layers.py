@@ -191,3 +191,35 @@ def test_what_has_one_reader_is_not_kept_for_several(kind: str) -> None:
     )
     assert found.choices.stored
     assert min(reads[v] for v in found.choices.stored) > 1
+
+
+@pytest.mark.parametrize("fold_from", [0, 10**6])
+def test_readers_of_the_update_share_a_part_and_the_price_of_layouts_says_so(fold_from: int) -> None:
+    """Of a parameter that is kept whole, the decay and the update want the same part; tied weights are an end."""
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        x = batch @ params["tied"]
+        for weights in params["layers"]:
+            x = feed_forward(weights, x)
+        return jnp.mean((x @ params["tied"].T) ** 2)
+
+    def train_step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        params, momentum = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        momentum = jax.tree.map(lambda m, g, p: 0.9 * m + g + 0.01 * p, momentum, gradients, params)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), value
+
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    params = {"tied": weight, "layers": [[weight] * 2] * 8}
+    trace = autopar.parallelize(train_step).trace((params, params), jax.ShapeDtypeStruct((64, 256), jnp.float32)).trace
+    mesh = LogicalMesh(shape=(1, 8), axis_names=("data", "model"))
+    costs = MeshCosts(machine=Machine.named("p3.16xlarge"), mesh=mesh)
+    found = plan_intra_op(
+        trace.jaxpr,
+        mesh,
+        costs,
+        state_outputs=dict(trace.state_outputs),
+        input_names=[leaf.name for leaf in trace.inputs],
+        fold_from=fold_from,
+    )
+    assert found.optimum.value == pytest.approx(block_times(found.program.block, costs).total_s, rel=1e-6)
