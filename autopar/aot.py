@@ -37,6 +37,7 @@ from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
 from autopar.compiler.frontend.trace import Returned, Trace
+from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
@@ -566,7 +567,12 @@ class Traced:
         try:
             found = self.planned(asked)
         except MemoryTooSmall as error:
-            raise with_changes(error, partial(self.fixes_of, asked, error), time.process_time() - began_s) from None
+            raise with_changes(
+                error,
+                partial(self.fixes_of, asked, error),
+                planned_s=time.process_time() - began_s,
+                is_large=len(self.trace.jaxpr.eqns) >= FOLD_FROM,
+            ) from None
         if isinstance(asked, Auto) and found.plan.certificate is not None:
             say(f"{self.trace.name}: {found.plan.choice()}")
         return found

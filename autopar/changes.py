@@ -23,6 +23,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.method_fields import MEMORY_LEVELS
 from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, default_of, method_words
+from autopar.plain_text import size_words
 
 GAIN = 1e-3
 """Relative: what gains less is no fix."""
@@ -155,25 +156,14 @@ def more_memory(asked: Asked, share: float) -> Change:
     )
 
 
-def more_devices(asked: Asked) -> Change | None:
-    """Return the same on twice the devices, if they are of one kind."""
+def more_devices(asked: Asked, share: float) -> Change | None:
+    """Return the same on twice the devices, if they are of one kind, or doubled until each has so many times less."""
     if asked.cluster.is_mixed or asked.method is None:
         return None
-    count = asked.cluster.num_devices
-    words = f"{2 * count} devices (now {count})"
-    return Change(words=words, size=Size.DEVICES, method=asked.method, cluster=asked.cluster.with_devices(2 * count))
-
-
-def size_words(nbytes: float) -> str:
-    """Return bytes in the largest unit that has a whole of them.
-
-    >>> size_words(3.5 * 2**30)
-    '3.5 GiB'
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{nbytes:.0f} bytes"
+    now = asked.cluster.num_devices
+    count = now << (max(1, math.ceil(math.log2(share))) if share > 1 else 1)
+    words = f"{count} devices (now {now})"
+    return Change(words=words, size=Size.DEVICES, method=asked.method, cluster=asked.cluster.with_devices(count))
 
 
 def in_short(method: Method) -> Method:

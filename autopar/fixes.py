@@ -34,13 +34,12 @@ from autopar.changes import (
     leaves_open,
     more_devices,
     more_memory,
-    size_words,
 )
 from autopar.description import PlanDescription
 from autopar.errors import AutoparError, MemoryTooSmall, ReplicatedWarning
 from autopar.ir.plan import Plan
 from autopar.methods import Auto, Method, SearchMethod, method_words
-from autopar.plain_text import as_text
+from autopar.plain_text import as_text, size_words
 
 _BUDGETS = 3
 """The larger budgets that are tried, each the least that was found to be enough by the one before."""
@@ -212,14 +211,17 @@ def find_fixes(
     )
 
 
-def with_changes(error: MemoryTooSmall, find: Callable[[float], Fixes], planned_s: float) -> MemoryTooSmall:
+def with_changes(
+    error: MemoryTooSmall, find: Callable[[float], Fixes], *, planned_s: float, is_large: bool
+) -> MemoryTooSmall:
     """Return an error that, once it is read, says which changes fit; `find` plans them, within so many CPU seconds.
 
-    Of planning that took long it says who does, for each change may take as long.
+    Of planning that took long it says who does, for each change may take as long; and of a large step, which may be
+    refused at once.
     """
 
     def changes() -> str:
-        if planned_s >= QUICK_S:
+        if is_large or planned_s >= QUICK_S:
             return "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
         return find(MOST_S).lesson()
 
@@ -257,7 +259,7 @@ def _on_other_devices(
         if fix.fits:
             break
         share *= fix.least_share if fix.least_share > 1 else _UNKNOWN_SHARE
-    larger = more_devices(brief)
+    larger = more_devices(brief, now.least_share if isinstance(now, MemoryTooSmall) else 1.0)
     if larger is not None:
         yield _planned(larger, describe)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.changes import SHORT_LIMIT_S, Asked, in_short, size_words
+from autopar.changes import SHORT_LIMIT_S, Asked, in_short
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.fixes import find_fixes, method_words
 from autopar.plan_difference import plan_difference

@@ -38,6 +38,7 @@ from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.stage_costs import StageProblem, check_kinds
+from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -115,6 +116,7 @@ def _plan_of_method(
             check_kinds(problem)
             plan = search_with_offload(problem, simulated)
         case Zero() | TensorParallel() | ExpertParallel():
+            refuse_too_large_a_state(trace, method.memory, cluster)
             plan = plan_by_search(
                 trace,
                 method,

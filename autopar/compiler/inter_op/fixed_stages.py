@@ -103,7 +103,7 @@ def search_fixed_stages(
             if math.isfinite(half[0]):
                 heapq.heappush(queue, half)
     if best is None:
-        raise _shortage(num_layers, num_stages, submesh, memory_bytes)
+        raise _shortage(ways, num_stages, submesh, memory_bytes)
     return StageSearch(
         best=best,
         lower_bound_s=min(lower_bound_s, best.step_time_s),
@@ -155,17 +155,31 @@ def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarr
     return ways.table.peak_bytes(num_in_flight) <= memory_bytes
 
 
-def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: float) -> InvalidArgument:
+def _shortage(ways: _Ways, num_stages: int, submesh: Submesh, memory_bytes: float) -> InvalidArgument:
+    num_layers = len(ways.links_s) - 1
     if num_stages > num_layers:
         return InvalidArgument(
             f"{num_stages} stages were asked for, the step has {num_layers} layers. Ask for at most {num_layers}."
         )
     stages = "one stage" if num_stages == 1 else f"{num_stages} stages"
     each = ", wherever they are cut" if num_stages > 1 else ""
+    least_bytes = _least_bytes(ways, num_stages)
+    needed = f"; by layers they need {least_bytes / 2**30:.3g} GiB at least" if math.isfinite(least_bytes) else ""
     return MemoryTooSmall(
         f"{num_layers} layers do not fit into {stages} of {submesh.num_devices} devices with "
-        f"{memory_bytes / 2**30:.3g} GiB each{each}."
+        f"{memory_bytes / 2**30:.3g} GiB each{each}{needed}.",
+        least_share=least_bytes / memory_bytes if needed else math.nan,
     )
+
+
+def _least_bytes(ways: _Ways, num_stages: int) -> float:
+    """Return the memory of a device with which some partition into so many stages fits; infinite for none."""
+    needed = np.full(len(ways.links_s), np.inf)  # by stop
+    needed[0] = 0.0
+    for behind in reversed(range(num_stages)):
+        live = ways.timing.num_in_flight(stages_behind=behind, num_stages=num_stages)
+        needed = np.maximum(needed[:, None], ways.table.peak_bytes(live).min(axis=-1)).min(axis=0)
+    return float(needed[-1])
 
 
 def _shortest(

@@ -45,6 +45,7 @@ from autopar.compiler.solver.solve import MAX_GAP, ROUND_OFF, solve
 from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import MemoryTooSmall
+from autopar.plain_text import size_words
 
 FOLD_FROM = 1500
 """Equations below which planning every layer by itself takes a few seconds at most."""
@@ -315,19 +316,13 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: f
 
 
 def _shortage(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
-    named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:NUM_NAMED])
+    named = "; ".join(f"{size_words(nbytes)} for {what}" for what, nbytes in least.largest[:NUM_NAMED])
     needed = least.peak_bytes * (1 + search.headroom)
     bound = min(needed, bound_bytes * (1 + search.headroom))
     unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
     return (
-        f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
-        f"{_size(needed)} by the plan of least memory that was found, of which {_size(least.arguments_bytes)} are its "
-        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}."
+        f"{unsure}The step needs at least {size_words(bound)} per device on the mesh {search.table.mesh.shape}, and "
+        f"{size_words(needed)} by the plan of least memory that was found, of which "
+        f"{size_words(least.arguments_bytes)} are its arguments; the budget is {size_words(search.budget_bytes)}. "
+        f"Most is taken at {least.at}: {named}."
     )
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"

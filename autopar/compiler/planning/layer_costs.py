@@ -96,10 +96,10 @@ class LayerCosts:
     """The submeshes on which the layouts of layers are asked for."""
     saving: set[Submesh] = field(default_factory=set[Submesh])
     """Those of them on which layouts that save memory are asked for as well."""
-    works: dict[tuple[int, Machine], dict[str, Work]] = field(
-        default_factory=dict[tuple[int, Machine], dict[str, Work]]
+    works: dict[tuple[int, Machine], dict[str, tuple[Work, Work]]] = field(
+        default_factory=dict[tuple[int, Machine], dict[str, tuple[Work, Work]]]
     )
-    """By class and machine, the work of its phases."""
+    """By class and machine, the work of its phases, and the part of it that begins anew for each microbatch."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
@@ -142,16 +142,18 @@ class LayerCosts:
             cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, on_device, mesh_costs))
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
 
-    def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
-        """Return what a layer needs at least on so many devices, however it is laid out there."""
+    def least(self, number: int, machine: Machine, num_devices: int, *, begins: bool = False) -> StageCost:
+        """Return what a layer needs at least on so many devices, however it is laid out there.
+
+        Or the seconds of it that begin anew for each microbatch, whatever its rows.
+        """
         layer = self.classes[number]
         key = (number, machine)
         if key not in self.works:
-            each = [(task, work_of_program(jc.open_jaxpr(task.jaxpr)[0], machine)) for task in layer.tasks]
-            phases = ("forward", "backward", "update")
-            self.works[key] = {p: total_work([work for task, work in each if task.phase == p]) for p in phases}
-            self.works[key]["weight"] = total_work([w for t, w in each if t.name.startswith("weight_gradient")])
-        seconds = {phase: work.on(num_devices) for phase, work in self.works[key].items()}
+            self.works[key] = self._works(layer, machine)
+        seconds = {
+            phase: (anew if begins else whole).on(num_devices) for phase, (whole, anew) in self.works[key].items()
+        }
         types = task_value_types(layer)
 
         def least_bytes(names: Iterable[str]) -> float:
@@ -165,6 +167,21 @@ class LayerCosts:
             state_bytes=least_bytes(layer.state),
             activation_bytes=least_bytes(layer.kept),
         )
+
+    def _works(self, layer: LayerClass, machine: Machine) -> dict[str, tuple[Work, Work]]:
+        """Return the work of a layer by phase, and the part of it that begins anew for each microbatch."""
+        each = [
+            (task, *work_of_program(jc.open_jaxpr(task.jaxpr)[0], machine, task.parameters, task.donated))
+            for task in layer.tasks
+        ]
+
+        def of(mine: Iterable[tuple[GroupTask, Work, Work]]) -> tuple[Work, Work]:
+            both = [(whole, anew) for _, whole, anew in mine]
+            return total_work([whole for whole, _ in both]), total_work([anew for _, anew in both])
+
+        phases = ("forward", "backward", "update")
+        works = {phase: of(found for found in each if found[0].phase == phase) for phase in phases}
+        return works | {"weight": of(found for found in each if found[0].name.startswith("weight_gradient"))}
 
     def saved_for_nothing(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
         """Return what a layer needs at least on a mesh if its layouts save memory: no layouts need less of both."""

@@ -45,13 +45,14 @@ from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
+from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
 from autopar.method_fields import EFFORTS
-from autopar.methods import DataParallel
+from autopar.methods import DataParallel, offloaded
 from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
@@ -170,7 +171,9 @@ class _Search:
     @classmethod
     def of(cls, problem: StageProblem, simulated_s: SimulatedTime) -> _Search:
         """Return the search at its start: every region is open."""
-        deadline_s = time.process_time() + _CLOCK * problem.method.time_limit_s
+        method = problem.method
+        deadline_s = time.process_time() + _CLOCK * method.time_limit_s
+        refuse_too_large_a_state(problem.trace, method.memory, problem.hardware, offloaded=offloaded(method))
         space = Space.of(problem)
         return cls(space=space, simulated_s=simulated_s, deadline_s=deadline_s, open=list(space.regions))
 
@@ -318,12 +321,12 @@ class _Search:
         return known is not None and bool(known.solved) and self.space.problem.method.effort != "thorough"
 
     def is_reached(self, region: Stages) -> bool:
-        """Return whether all numbers of microbatches from the best to a region's were searched, and hardly take more.
+        """Return whether all numbers of microbatches from the best to a region's were looked at, and hardly take more.
 
         The time of stages falls and then rises with the number of microbatches. Numbers of which the examples do not
         divide among the devices of a stage, as those of the best do, are none of them.
         """
-        times_s = self.times_of.get(region.num_stages, {})
+        times_s = self.times_s_of(region.num_stages)
         if not self.layers_tell or region.attempt or not self.best_of.get(region.num_stages):
             return True
         best, count, rows = self.best_of[region.num_stages], region.num_microbatches, self.space.rows
@@ -335,6 +338,19 @@ class _Search:
         ]
         rises = any(times_s.get(each, math.inf) >= _RISES * best.step_time_s for each in between)
         return not rises and divides_as_well(rows, count, least, largest)
+
+    def times_s_of(self, num_stages: tuple[int, int]) -> dict[int, float]:
+        """Return by number of microbatches the time by layers of stages that were searched, or that are not worth it.
+
+        What is unlikely to be the best may still lie between the best of its stages and better ones.
+        """
+        unlikely = (
+            each
+            for each in self.open
+            if isinstance(each, Stages) and each.num_stages == num_stages and self.likely_s(each) >= self.enough_s
+        )
+        put_off = {each.num_microbatches: each.by_others_s for each in unlikely if each.by_others_s}
+        return put_off | self.times_of.get(num_stages, {})
 
     def is_cut(self, num_microbatches: int) -> bool:
         """Return whether the layers of a number of microbatches are cut already."""

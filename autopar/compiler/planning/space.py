@@ -140,11 +140,7 @@ class Space:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """All of it. Raises `Unsupported` where the offload that is asked for needs stages that there are not."""
-        programs = tuple(self.programs())
-        # Where nothing can fit, one program says what is missing.
-        hopeless = programs and self.state_bytes > self.problem.num_devices * self.problem.memory_bytes
-        stages = () if hopeless else tuple(self.stages())
-        found = (*programs, *stages, *(() if self.problem.offloads else self.lanes()))
+        found = (*self.programs(), *self.stages(), *(() if self.problem.offloads else self.lanes()))
         if self.problem.offloads and not found:
             raise Unsupported(
                 f"offload={self.problem.method.offload!r} brings values in for the tasks of a step, as its own "
@@ -339,8 +335,7 @@ class Space:
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
         """Return the region of the next number of microbatches, if that is not given."""
-        never = self.state_bytes > region.num_devices * self.problem.memory_bytes
-        if never or self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
+        if self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
             return []
         more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
         return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []

@@ -368,7 +368,7 @@ class RangeCosts:
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.columns: dict[tuple[Submesh, LayoutChoice], np.ndarray] = {}
         self.tables: dict[tuple[Submesh, bytes], tuple[np.ndarray, list[LayoutChoice]]] = {}
-        self.least_sums: dict[tuple[Machine, float], np.ndarray] = {}
+        self.least_sums: dict[tuple[Machine, int, bool], np.ndarray] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
@@ -549,7 +549,7 @@ class RangeCosts:
         num_layers = len(self.layers.class_of)
         every = np.arange(num_layers)[:, None] < np.arange(num_layers + 1)[None, :]
         given = self.table(submesh, every)
-        sums = self._least_sums(submesh, math.inf), self._least_sums(submesh, submesh.num_devices)
+        sums = self._least_sums(submesh, begins=True), self._least_sums(submesh, begins=False)
         begins, work = (np.moveaxis(each[None, :] - each[:-1, None], -1, 0)[..., None] for each in sums)
         values = given.values.copy()
         whole = values[:3]
@@ -563,15 +563,16 @@ class RangeCosts:
 
         return RangeTable(values=values, cost=cost)
 
-    def _least_sums(self, submesh: Submesh, num_devices: float) -> np.ndarray:
+    def _least_sums(self, submesh: Submesh, *, begins: bool) -> np.ndarray:
         """Return the least seconds forward, backward and of the weight gradient of all layers before a cut, together.
 
-        On endless devices these are the seconds in which they begin.
+        Or of these what `begins` anew for each microbatch.
         """
-        machine = self.problem.machine_of(submesh)
-        key = (machine, num_devices)
+        machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
+        key = (machine, num_devices, begins)
         if key not in self.least_sums:
-            each = [self.costs.least(n, machine, num_devices) for n in range(len(self.layers.classes))]
+            numbers = range(len(self.layers.classes))
+            each = [self.costs.least(n, machine, num_devices, begins=begins) for n in numbers]
             rows = np.array([(each[n].forward_s, each[n].backward_s, each[n].weight_s) for n in self.layers.class_of])
             self.least_sums[key] = np.concatenate([np.zeros((1, 3)), np.cumsum(rows, axis=0)])
         return self.least_sums[key]

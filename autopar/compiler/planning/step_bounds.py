@@ -277,9 +277,29 @@ def _needed_of_body(eqn: jc.JaxprEqn, outputs: Collection[int], machine: Machine
     return Work(fixed_s=times * work.fixed_s, divisible_s=times * work.divisible_s), reads
 
 
-def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:
-    """Return the work of a program."""
-    return total_work(_work_of_equations(jaxpr, machine))
+def work_of_program(
+    jaxpr: jc.Jaxpr, machine: Machine, given: Collection[int], totals: Collection[int]
+) -> tuple[Work, Work]:
+    """Return the work of a program, and the part of it that begins anew for each microbatch, whatever its rows.
+
+    That is what takes to begin, what is made of the `given` inputs alone, and what adds to the `totals`: input numbers.
+    """
+    each = _work_of_equations(jaxpr, machine)
+    known, sums = ({jaxpr.invars[place] for place in places} for places in (given, totals))
+    anew: list[Work] = []
+    for eqn, work in zip(jaxpr.eqns, each, strict=True):
+        read = set(jc.operands(eqn))
+        is_known = bool(read) and read <= known and not _spreads(eqn)
+        if is_known:
+            known.update(eqn.outvars)
+        anew.append(work if is_known or read & sums else Work(fixed_s=work.fixed_s))
+    return total_work(each), total_work(anew)
+
+
+def _spreads(eqn: jc.JaxprEqn) -> bool:
+    """Return whether an equation makes more than it reads, as for every row."""
+    made, read = ([aval_bytes(v.aval) for v in each] for each in (eqn.outvars, jc.operands(eqn)))
+    return sum(made) > 2 * sum(read)
 
 
 def _work_of_equations(

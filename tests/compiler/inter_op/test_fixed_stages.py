@@ -1,6 +1,7 @@
 """A given number of equal stages: the cuts are the best of all."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -65,8 +66,14 @@ def test_the_cuts_are_those_of_brute_force(schedule):
 
         if want == float("inf"):
             infeasible += 1
-            with pytest.raises((MemoryTooSmall, InvalidArgument)):
+            with pytest.raises((MemoryTooSmall, InvalidArgument)) as caught:
                 search(timing=timing, memory_bytes=memory_bytes)
+            if isinstance(caught.value, MemoryTooSmall):
+                least_bytes = caught.value.least_share * memory_bytes
+                for share, there_is_one in ((1 + 1e-9, True), (1 - 1e-9, False)):
+                    found = brute_force(num_layers, num_stages, costs, links, timing, share * least_bytes)
+                    assert math.isfinite(found) is there_is_one
+                assert f"they need {least_bytes / 2**30:.3g} GiB at least" in str(caught.value)
         else:
             result = search(timing=timing, memory_bytes=memory_bytes)
             assert result.step_time_s == pytest.approx(want)

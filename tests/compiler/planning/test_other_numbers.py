@@ -50,6 +50,33 @@ def test_numbers_beyond_one_that_takes_longer_are_not_reached(problem):
     assert reached(attempt=1) == every
 
 
+def test_numbers_that_are_unlikely_to_be_the_best_hide_none_beyond_them_whose_time_falls(problem):
+    state = _Search.of(problem, lambda plan: math.inf)
+    assert state.space.known is not None
+    each = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
+    found = min(each, key=lambda candidate: candidate.step_time_s)
+    state.learn_numbers(region_of(state, 8), [found], math.inf)
+    last = region_of(state, 3)
+    assert not state.is_reached(last)
+    for share, reached in ((0.99, True), (1.01, False)):
+        for number in (6, 4):
+            put_off = dataclasses.replace(region_of(state, number), by_others_s=share * found.step_time_s)
+            state.open[state.open.index(region_of(state, number))] = put_off
+        state.best_s = found.step_time_s / 2
+        assert state.is_reached(last) is reached
+        state.best_s = 2 * found.step_time_s
+        assert not state.is_reached(last)
+
+
+def region_of(state, num_microbatches):
+    (region,) = [
+        each
+        for each in state.open
+        if isinstance(each, Stages) and (each.num_microbatches, each.num_stages) == (num_microbatches, (2, 2))
+    ]
+    return region
+
+
 def test_parts_divide_among_devices_as_well_as_others():
     assert [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if divides_as_well(96, n, 4, 8)] == [1, 2, 3, 4, 6, 12, 24]
     assert divides_as_well(96, 8, 32, 8) and divides_as_well(96, 8, 16, 5)

@@ -60,10 +60,28 @@ def test_equal_equations_are_as_much_work_wherever_they_stand():
 
     x = jnp.zeros((64, 64))
     machine = Machine.of_kind("h100")
-    three = work_of_program(jax.make_jaxpr(layers)(x, x).jaxpr, machine)
-    product = work_of_program(jax.make_jaxpr(jnp.matmul)(x, x).jaxpr, machine)
+    three, _ = work_of_program(jax.make_jaxpr(layers)(x, x).jaxpr, machine, (), ())
+    product, _ = work_of_program(jax.make_jaxpr(jnp.matmul)(x, x).jaxpr, machine, (), ())
     assert three.divisible_s > 6 * product.divisible_s and three.fixed_s > 6 * product.fixed_s
     assert total_work([product] * 6).divisible_s == pytest.approx(6 * product.divisible_s)
+
+
+def test_casts_of_parameters_and_sums_of_gradients_begin_anew_for_each_microbatch():
+    def gradient(rows):
+        def task(x, cotangent, w, total):
+            w = w.astype(jnp.bfloat16)
+            return total + jnp.einsum("ri,rj->ij", x, cotangent), jnp.einsum("rj,ij->ri", cotangent, w) + w[0, 0]
+
+        x, w = jnp.zeros((rows, 256), jnp.bfloat16), jnp.zeros((256, 256))
+        jaxpr = jax.make_jaxpr(task)(x, x, w, w).jaxpr
+        return work_of_program(jaxpr, Machine.of_kind("h100"), (2,), (3,))
+
+    (few, anew), (many, as_much) = gradient(512), gradient(4096)
+    assert anew.divisible_s == as_much.divisible_s and 0 < anew.divisible_s < few.divisible_s
+    assert anew.fixed_s == few.fixed_s
+    by_rows = [each.divisible_s - anew.divisible_s for each in (few, many)]
+    assert by_rows[1] == pytest.approx(8 * by_rows[0], rel=0.3)
+    assert many.divisible_s < 8 * few.divisible_s
 
 
 def test_machines_that_differ_by_a_factor_end_together():
