@@ -192,7 +192,7 @@ class SimulationReport:
             f"{self.tflops_per_device:.3g} TFLOP/s per device, {100 * self.mfu:.3g} % of the peak in {self.dtype}; "
             f"bubble {100 * self.bubble_fraction:.3g} %"
         )
-        verdict = "fits" if self.fits else "DOES NOT FIT"
+        verdict = "fits" if self.fits else "DOES NOT FIT (fixes() looks for what does)"
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
         on_host = f"; {_gb(self.host_bytes)} GB of the host for each device" if self.host_bytes else ""
         if self.host_bytes and self.host_memory_bytes:

@@ -14,6 +14,7 @@ import autopar
 from autopar.changes import SHORT_LIMIT_S, Asked, in_short
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.fixes import find_fixes, method_words
+from autopar.plain_text import size_words
 from autopar.plan_difference import plan_difference
 from tests.small_steps import draw, mlp_loss, sgd
 from tests.test_description import arguments, deep_loss

@@ -33,6 +33,7 @@ from autopar.compiler.inter_op.stage_costs import (
 )
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.plain_text import size_words
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,10 +165,10 @@ def _shortage(ways: _Ways, num_stages: int, submesh: Submesh, memory_bytes: floa
     stages = "one stage" if num_stages == 1 else f"{num_stages} stages"
     each = ", wherever they are cut" if num_stages > 1 else ""
     least_bytes = _least_bytes(ways, num_stages)
-    needed = f"; by layers they need {least_bytes / 2**30:.3g} GiB at least" if math.isfinite(least_bytes) else ""
+    needed = f"; by layers they need {size_words(least_bytes)} at least" if math.isfinite(least_bytes) else ""
     return MemoryTooSmall(
         f"{num_layers} layers do not fit into {stages} of {submesh.num_devices} devices with "
-        f"{memory_bytes / 2**30:.3g} GiB each{each}{needed}.",
+        f"{size_words(memory_bytes)} each{each}{needed}.",
         least_share=least_bytes / memory_bytes if needed else math.nan,
     )
 

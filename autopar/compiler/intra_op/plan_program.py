@@ -170,6 +170,7 @@ def intra_op_problem(
         budget_bytes=math.inf if memory_budget is None else memory_budget,
         donated=donated,
         headroom=memory_headroom,
+        input_names=[f"input {n}" for n in range(len(jaxpr.invars))] if input_names is None else input_names,
     )
     return IntraOpProblem(search=search, time_limit_s=time_limit_s, cache_directory=cache_directory)
 
@@ -264,6 +265,7 @@ class MemorySearch:
     table: NodeTable
     budget_bytes: float
     donated: Collection[int]
+    input_names: Sequence[str]
     headroom: float = HEADROOM
     fitting: dict[Assignment, PlannedProgram] = field(default_factory=dict[Assignment, PlannedProgram])
     """The programs met that fit, one of which the best will be."""
@@ -316,7 +318,9 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: f
 
 
 def _shortage(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
-    named = "; ".join(f"{size_words(nbytes)} for {what}" for what, nbytes in least.largest[:NUM_NAMED])
+    named = "; ".join(
+        f"{size_words(nbytes)} for {what}" for what, nbytes in least.largest(search.input_names)[:NUM_NAMED]
+    )
     needed = least.peak_bytes * (1 + search.headroom)
     bound = min(needed, bound_bytes * (1 + search.headroom))
     unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "

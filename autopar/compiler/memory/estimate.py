@@ -11,7 +11,7 @@ needs; the stacks that it reads and writes are alive throughout. Recomputed regi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -54,11 +54,11 @@ class MemoryEstimate:
         """The equation that runs at that moment."""
         return _time_of(self.moment)
 
-    @cached_property
-    def largest(self) -> tuple[tuple[str, float], ...]:
-        """The arrays in memory then, the largest first: descriptions and bytes."""
+    def largest(self, input_names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+        """Return the arrays in memory then, the largest first: descriptions and bytes."""
         given = [
-            (f"input {n}: {_described(v, self.mesh)}", value_bytes(v, self.mesh)) for n, v in enumerate(self.inputs)
+            (f"{name}: {_described(v, self.mesh)}", value_bytes(v, self.mesh))
+            for name, v in zip(input_names, self.inputs, strict=True)
         ]
         listed = [*given, *_in_memory(self.moment, self.mesh)]
         return tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST])

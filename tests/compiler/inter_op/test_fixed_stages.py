@@ -12,6 +12,7 @@ from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.schedules import SCHEDULES, get_schedule
+from autopar.plain_text import size_words
 
 SUBMESH = Submesh(num_hosts=1, devices_per_host=2)
 
@@ -73,7 +74,7 @@ def test_the_cuts_are_those_of_brute_force(schedule):
                 for share, there_is_one in ((1 + 1e-9, True), (1 - 1e-9, False)):
                     found = brute_force(num_layers, num_stages, costs, links, timing, share * least_bytes)
                     assert math.isfinite(found) is there_is_one
-                assert f"they need {least_bytes / 2**30:.3g} GiB at least" in str(caught.value)
+                assert f"they need {size_words(least_bytes)} at least" in str(caught.value)
         else:
             result = search(timing=timing, memory_bytes=memory_bytes)
             assert result.step_time_s == pytest.approx(want)

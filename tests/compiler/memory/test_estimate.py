@@ -51,10 +51,12 @@ def test_state_that_is_not_donated_is_there_twice():
 
 
 def test_estimate_names_the_largest_first():
-    trace = traced("gpt")
+    trace = traced_model(mlp(layers=2, width=256, hidden=1024, batch=8))
     mesh, _, block = planned(trace, (8,))
     named = peak_memory(block, mesh, state_inputs(trace))
-    sizes = [nbytes for _, nbytes in named.largest]
+    names = [leaf.name for leaf in trace.inputs]
+    sizes = [nbytes for _, nbytes in named.largest(names)]
+    assert any(words.startswith(tuple(f"{name}: " for name in names)) for words, _ in named.largest(names))
     assert sizes == sorted(sizes, reverse=True)
     assert named.peak_bytes > named.arguments_bytes > 0
 
@@ -75,7 +77,12 @@ def test_rows_are_the_modelled_memory(name, shape):
     assert not memory.rows_above(1.01 * nbytes)
     for budget, fits in ((1.01 * nbytes, True), (limit, False)):
         search = MemorySearch(
-            choices=found.choices, table=found.table, budget_bytes=budget, donated=donated, headroom=0.0
+            choices=found.choices,
+            table=found.table,
+            budget_bytes=budget,
+            donated=donated,
+            input_names=[leaf.name for leaf in trace.inputs],
+            headroom=0.0,
         )
         measured = search.measure(assignment)
         assert measured.excess == pytest.approx(nbytes - budget, rel=1e-6)
