@@ -45,6 +45,9 @@ _UNEQUAL_SHARE = 0.9
 """Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
+_NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
+"""The next best stages by a schedule's formula that are simulated. Formulas count on other microbatches, whose weight
+gradients fill the pipeline: of stages for a single one they tell less, and these are simulated in less time."""
 WHOLE_SHARE = 0.85
 """Of the time of stages by their layers, what they take at least as a whole: small layers gain the most."""
 
@@ -600,6 +603,8 @@ def _partitioned(
 
     costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)
+    one_splits = timing.num_microbatches == 1 and timing.schedule.splits_weight_gradients
+    top = _NUM_OF_ONE_MICROBATCH if one_splits else _NUM_RUNNERS_UP
     if number is not None:
         return search_fixed_stages(
             num_layers,
@@ -610,6 +615,7 @@ def _partitioned(
             timing=timing,
             memory_bytes=problem.expected_bytes[0],
             below_s=below_s,
+            top=top,
         )
     shapes = {cluster.group: cluster for cluster in clusters}
     choices = [
@@ -631,6 +637,7 @@ def _partitioned(
         memory_bytes=problem.expected_bytes,
         time_limit_s=min(problem.method.time_limit_s, problem.deadline_s - time.process_time()),
         below_s=below_s,
+        top=top,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
     )
 
