@@ -214,6 +214,11 @@ def provenance(eqn: JaxprEqn) -> str:
     return f"{eqn.source_info.name_stack.stack}\n{source_line(eqn)}"
 
 
+def place_of(eqn: JaxprEqn) -> Hashable:
+    """Return a key of the `provenance` of an equation: where keys are equal, texts are."""
+    return (eqn.source_info.name_stack.stack, eqn.source_info.traceback)
+
+
 def describe(eqn: JaxprEqn) -> str:
     """An equation in an error message: primitive, result, and the user's line."""
     results = ", ".join(v.aval.str_short() for v in eqn.outvars)

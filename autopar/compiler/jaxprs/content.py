@@ -14,7 +14,7 @@ import enum
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from types import FunctionType
 from typing import Any
@@ -28,6 +28,12 @@ from autopar.compiler.jaxprs import params as jp
 
 _RELEASED = ("autopar", "jax", "jaxlib", "numpy")
 """Packages whose classes and functions are known by their names."""
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types whose texts say all of a value."""
+_SHORT = 64
+"""Bytes that are written as a text."""
+_AT_ONCE = 10_000
+"""Pieces that are hashed together."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -42,7 +48,7 @@ def content_digest(*values: Any) -> str | None:
         writer.write(values)
     except _NoContent:
         return None
-    return writer.digest.hexdigest()
+    return writer.hexdigest()
 
 
 class _Writer:
@@ -50,19 +56,55 @@ class _Writer:
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
+        self.pieces: list[str] = []
+        """What is not hashed yet: many short pieces are hashed at once."""
         self.texts: dict[int, tuple[Any, str]] = {}
         """By identity, the text of what many equations share, kept with it so that the identity stays its own."""
+        self.types: dict[int, tuple[Any, str]] = {}
+        """The same of the types of values."""
+        self.places: dict[Hashable, str] = {}
+        """By the place where equations come from, its text."""
 
-    def put(self, kind: str, data: str | bytes = b"") -> None:
+    def hexdigest(self) -> str:
+        """Return the hash of all that was written."""
+        self.flush()
+        return self.digest.hexdigest()
+
+    def flush(self) -> None:
+        """Hash what is not hashed yet."""
+        self.digest.update("".join(self.pieces).encode())
+        self.pieces.clear()
+
+    def put(self, kind: str, text: str = "") -> None:
         """Write one piece."""
-        data = data.encode() if isinstance(data, str) else data
-        self.digest.update(f"{kind} {len(data)} ".encode())
+        self.pieces.append(f"{kind} {len(text)} {text}")
+
+    def put_bytes(self, kind: str, data: bytes) -> None:
+        """Write one piece of data."""
+        if len(data) <= _SHORT:
+            self.put(kind, data.hex())
+            return
+        self.put(kind, str(len(data)))
+        self.flush()
         self.digest.update(data)
 
     def write(self, value: Any) -> None:
         """Write the content of a value."""
+        if type(value) in _PLAIN:
+            self.put(type(value).__name__, repr(value))
+        elif type(value) is tuple:
+            self.put("builtins.tuple", str(len(value)))
+            for each in value:
+                self.write(each)
+        elif id(value) in self.texts:
+            self.put("object", self.texts[id(value)][1])
+        else:
+            self.write_other(value)
+
+    def write_other(self, value: Any) -> None:
+        """Write the content of a value that is neither plain nor a tuple nor was written before."""
         match value:
-            case None | bool() | int() | float() | complex() | str() | bytes() if not isinstance(value, enum.Enum):
+            case bool() | int() | float() | complex() | str() | bytes() if not isinstance(value, enum.Enum):
                 self.put(type(value).__name__, repr(value))
             case jc.ClosedJaxpr() | jc.Jaxpr():
                 self.write_program(value)
@@ -82,7 +124,7 @@ class _Writer:
             case np.ndarray() | np.generic():
                 if value.dtype.hasobject:
                     raise _NoContent
-                self.put(f"array {value.shape} {value.dtype}", np.asarray(value).tobytes())
+                self.put_bytes(f"array {value.shape} {value.dtype}", np.asarray(value).tobytes())
             case _ if hasattr(value, "__array__") and hasattr(value, "dtype"):
                 self.write_array(value)
             case functools.partial():
@@ -96,7 +138,8 @@ class _Writer:
                 self.put(_name(type(value)))
                 self.write(tuple(getattr(value, each.name) for each in fields(value)))
             case _:
-                self.put("object", _text(value))
+                self.texts[id(value)] = value, _text(value)
+                self.put("object", self.texts[id(value)][1])
 
     def write_array(self, value: Any) -> None:
         """Write an array of JAX's that a program holds."""
@@ -117,36 +160,45 @@ class _Writer:
             for v in eqn.outvars:
                 numbers[v] = len(numbers)
             types = " ".join(map(self.type_of, eqn.outvars))
-            self.put("equation", "\n".join((eqn.primitive.name, types, jc.provenance(eqn), _effects(eqn))))
+            self.put("equation", "\n".join((eqn.primitive.name, types, self.place_of(eqn), _effects(eqn))))
+            if len(self.pieces) > _AT_ONCE:
+                self.flush()
             self.write(tuple(sorted(jp.parameters(eqn).items())))
         self.write_atoms(jaxpr.outvars, numbers)
 
     def write_atoms(self, atoms: Any, numbers: Mapping[Any, int]) -> None:
         """Write what is read, values by number."""
         literals = [atom for atom in atoms if isinstance(atom, jc.Literal)]
-        places = (f"{atom.aval}" if isinstance(atom, jc.Literal) else str(numbers[atom]) for atom in atoms)
-        self.put("reads", " ".join(places))
+        places = [self.type_of(atom) if isinstance(atom, jc.Literal) else str(numbers[atom]) for atom in atoms]
+        self.put("reads", ", ".join(places))
         for literal in literals:
             self.write(literal.val)
+
+    def place_of(self, eqn: jc.JaxprEqn) -> str:
+        """Return where an equation comes from as a text."""
+        place = jc.place_of(eqn)
+        if place not in self.places:
+            self.places[place] = jc.provenance(eqn)
+        return self.places[place]
 
     def type_of(self, v: Any) -> str:
         """Return the type of a value as a text."""
         aval = v.aval
-        if id(aval) not in self.texts:
+        if id(aval) not in self.types:
             sharding = jc.explicit_sharding(v)
             text = f"{aval.str_short()} {getattr(aval, 'weak_type', None)} {'' if sharding is None else sharding}"
-            self.texts[id(aval)] = aval, text
-        return self.texts[id(aval)][1]
+            self.types[id(aval)] = aval, text
+        return self.types[id(aval)][1]
 
 
 def _digest_of(value: Any) -> str:
     writer = _Writer()
     writer.write(value)
-    return writer.digest.hexdigest()
+    return writer.hexdigest()
 
 
 def _effects(eqn: jc.JaxprEqn) -> str:
-    return " ".join(sorted(map(str, eqn.effects)))
+    return " ".join(sorted(map(str, eqn.effects))) if eqn.effects else ""
 
 
 def _is_released(module: str) -> bool:
