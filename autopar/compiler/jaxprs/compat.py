@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from jax._src import (
     ad_checkpoint,  # the primitive of rematerialised regions is private
     config,  # what of the configuration a trace depends on has no public reader
-    core,  # nor has the question whether a trace is under way
+    core,  # nor has the question which trace is under way
+    dtypes,  # binding brings literals into the types that they have in a trace by a private function
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
-from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
+from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover, a trace no public type
 from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
@@ -126,17 +128,57 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
 
     `changes` are the parameters that are others, for an equation that is to run at another shape.
     """
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty and (results := _bound_in_place(eqn, args, changes)) is not None:
+        return results
     # get_bind_params, user_context and eqn.ctx are what jax.core.eval_jaxpr itself uses; there is no public equivalent
     # that keeps the provenance of an equation.
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    around = jax.sharding.get_abstract_mesh()
     # Inside of a shard_map its mesh counts, not the one that the equation was first traced under; outside of all, none.
     was_inside = bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
     mesh = nullcontext() if around.empty and not was_inside else under_mesh(around)
-    with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager, mesh:
+    with under_scope_of(eqn), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _bound_in_place(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any] | None) -> list[Any] | None:
+    """Bind a plain equation to the trace under way, as `Primitive.bind` would in the equation's own context.
+
+    None where that is not the context around, or the primitive has rules of its own: half of the time of binding goes
+    into entering contexts, of which equations of one step have one and the same.
+    """
+    trace, primitive = core.trace_ctx.trace, eqn.primitive
+    if type(trace) is not partial_eval.DynamicJaxprTrace or eqn.ctx is not core.current_jaxpr_eqn_context():
+        return None
+    if not eqn.source_info.traceback or not _is_plain(primitive) or config.eager_constant_folding.value:
+        return None
+    info, params = _source_info_of(eqn), {**eqn.params, **changes} if changes else eqn.params
+    tracers = [
+        arg
+        if type(arg) is partial_eval.DynamicJaxprTracer and arg._trace is trace  # pyright: ignore[reportPrivateUsage]
+        else trace.to_jaxpr_tracer(dtypes.canonicalize_value(arg), source_info=info)
+        for arg in args
+    ]
+    core.trace_ctx.set_trace(core.eval_trace)  # what a rule computes on its way is none of the program
+    try:
+        out = trace.default_process_primitive(primitive, tracers, params, info)
+    finally:
+        core.trace_ctx.set_trace(trace)
+    return list(out) if primitive.multiple_results else [out]
+
+
+@cache
+def _is_plain(primitive: Primitive) -> bool:
+    """Return whether binding a primitive to a trace is `default_process_primitive`."""
+    own = {"bind", "bind_with_trace", "get_bind_params", "is_high"}
+    if type(primitive) is not Primitive or not own.isdisjoint(vars(primitive)):
+        return False
+    return primitive not in partial_eval.custom_staging_rules or primitive.name in _STAGED_AS_OTHERS
+
+
+_STAGED_AS_OTHERS = frozenset({"broadcast_in_dim", "dynamic_slice", "iota", "reshape"})
+"""Primitives whose own rule does what all others do, since sizes no longer are values."""
 
 
 @contextmanager
@@ -148,8 +190,16 @@ def under_mesh(mesh: jax.sharding.AbstractMesh) -> Generator[None]:
 
 def under_scope_of(eqn: JaxprEqn) -> Any:
     """A context in which newly traced equations carry `eqn`'s name stack and source line."""
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack)
+    source_info = _source_info_of(eqn)
+    return source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack)
+
+
+def _source_info_of(eqn: JaxprEqn) -> Any:
+    """Return the name stack and line of an equation that is written down again, within the scopes around it."""
+    around, traceback = source_info_util.current_name_stack(), _traceback_of(eqn)
+    if not around.stack and traceback is eqn.source_info.traceback:
+        return eqn.source_info
+    return source_info_util.SourceInfo(traceback, around + eqn.source_info.name_stack)
 
 
 def _traceback_of(eqn: JaxprEqn) -> Any:
