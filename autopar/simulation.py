@@ -28,7 +28,7 @@ from rich.text import Text
 
 from autopar.errors import MemoryTooSmall, PlanMismatch
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.machine import Machine
+from autopar.hardware.machine import Link, Machine
 from autopar.ir.clocks import Hosts
 from autopar.ir.memory_part import Category, MemoryPart, joined_parts
 from autopar.ir.plan import MeshPlan, Plan
@@ -235,26 +235,40 @@ def _gb(nbytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
-    """Durations of a program: its tasks by modelled times, its transfers on a cluster."""
+    """Durations of a program: its tasks by modelled times, its transfers on a cluster.
+
+    What all microbatches share is found once.
+    """
 
     program: Program
     cluster: Cluster
     times: Mapping[str, TaskTimes]
+    _moved_s: dict[str, float] = field(default_factory=dict[str, float], init=False, repr=False, compare=False)
+    """Seconds of the executables that only move memory, by name."""
+    _links: dict[tuple[int, int], Link] = field(
+        default_factory=dict[tuple[int, int], Link], init=False, repr=False, compare=False
+    )
+    """The link from one mesh to another."""
 
     def run_time_s(self, executable: Executable, task: Task) -> float:
         """The modelled time; what starts and joins accumulators only moves memory."""
         if executable.name in self.times:
             return self.times[executable.name].total_s
         assert task.kind in "ZC", f"{executable.name} has no modelled time"
-        mesh = self.program.meshes[executable.mesh]
-        return self.cluster.machine_of(mesh.devices).memory_s(
-            sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
-        )
+        if executable.name not in self._moved_s:
+            mesh = self.program.meshes[executable.mesh]
+            self._moved_s[executable.name] = self.cluster.machine_of(mesh.devices).memory_s(
+                sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
+            )
+        return self._moved_s[executable.name]
 
     def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
         """One message of every device at once; as slow as between domains unless all devices are in one."""
-        meshes = self.program.meshes
-        return self.cluster.transfer_s(num_bytes, meshes[source].devices, meshes[destination].devices)
+        ends = (source, destination)
+        if ends not in self._links:
+            meshes = self.program.meshes
+            self._links[ends] = self.cluster.joining_link(meshes[source].devices, meshes[destination].devices)
+        return self._links[ends].transfer_s(num_bytes)
 
     def copy_time_s(self, num_bytes: int, mesh: int) -> float:
         """All devices of a mesh copy at once, each its own bytes."""

@@ -6,7 +6,7 @@ one order comes to its end, every order does, with the same values.
 """
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -215,8 +215,9 @@ def _check_call(step: PlacedInstruction, run: Run, mesh: MeshProgram, executable
             f"Executable '{run.executable}' donates positions {executable.donated} of "
             f"{len(run.inputs)} inputs. Count from 0."
         )
+    times = Counter(run.inputs)
     for position in executable.donated:
-        if run.inputs.count(run.inputs[position]) > 1:
+        if times[run.inputs[position]] > 1:
             raise InvalidProgram(
                 f"{step} donates '{run.inputs[position]}' and reads it a second time. Pass it only once."
             )

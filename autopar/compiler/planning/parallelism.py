@@ -188,6 +188,7 @@ def value_layouts(
     """Return the layouts that the values between the tasks of a mesh may have, by name; others may have any."""
     data, model = _axis(mesh, "data"), _axis(mesh, "model")
     allowed: dict[str, tuple[Layout, ...]] = {}
+    of_state = values.parameters | values.optimizer_state | values.gradients
     for name, aval in _types(tasks).items():
         if below_split_size(aval):
             continue
@@ -195,7 +196,7 @@ def value_layouts(
         batch = values.batch_dims.get(name, ())
         if batch and (name in crossing or not _is_made(name, tasks)):
             allowed[name] = _preferring(_without(layouts, model, dims=batch), data, dims=batch)
-        elif name in values.parameters | values.optimizer_state | values.gradients:
+        elif name in of_state:
             if aval.ndim > 1 and name not in values.gradients:
                 layouts = _preferring(layouts, model)
             allowed[name] = _preferring(layouts, data) if _divided(name, values, zero) else _without(layouts, data)
