@@ -70,6 +70,8 @@ _COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
 """What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
 _LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
+_KEPT_FROM = 1.5
+"""Times as many bytes as keeping takes: XLA of jaxlib 0.11.2 keeps the sums between the layers of a GPT so."""
 _ERROR_FUNCTIONS = ("erf", "erfc")
 
 
@@ -228,6 +230,8 @@ class _Fusion:
     """By equation, whether a reduction of rows is on a path to it from the last product or other reduction."""
     largest: list[int] = field(default_factory=list[int])
     """The bytes of the largest array in memory that an equation is computed from, its own if that is in memory."""
+    shared: set[int] = field(default_factory=set[int])
+    """The equations whose results several kernels read, and that take more bytes to compute in each than to keep."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
 
@@ -245,9 +249,42 @@ class _Fusion:
                 if self._is_product(number):
                     self._extend(number)
         self._find_largest()
+        self._place_all()
+        if not self.rules.fuses_products and self._find_shared():
+            self._place_all()
+        return self._traffic()
+
+    def _place_all(self) -> None:
+        """Find the kernels of all equations, from the last on."""
+        self.kernels = {number: kernels for number, kernels in self.kernels.items() if number < 0}
+        self.stored.clear()
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
-        return self._traffic()
+
+    def _find_shared(self) -> bool:
+        """Note what takes more bytes to compute again in each kernel than to keep; return whether anything does.
+
+        Of s bytes in memory n kernels would make r bytes each: n s beside s + r + n r. Else a sum that all layers add
+        to, and their norms read, would be computed from all of its summands in each of them: the 12 layers of a GPT
+        would read as many bytes as 22.
+        """
+        sources: dict[int, frozenset[Any]] = {}
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            operands = [v for v in self._operands(number) if v is not None]
+            computed = self.kinds[number] == "fused" and number not in self.stored and number not in self.ends
+            if computed:
+                read = (sources[self.makers[v]] if v in self.makers else frozenset([v]) for v in operands)
+                sources[number] = frozenset[Any]().union(*read)
+                again, made = len(self.kernels.get(number, ())) - 1, sum(_bytes(eqn.outvars))
+                taken = sum(aval_bytes(v.aval) for v in sources[number])
+                if self._num_readers(number) > 1 and again * taken > _KEPT_FROM * (again + 2) * made:
+                    self.shared.add(number)
+            if not computed or number in self.shared:
+                sources[number] = frozenset(() if self.kinds[number] == "constant" else eqn.outvars)
+        return bool(self.shared)
+
+    def _num_readers(self, number: int) -> int:
+        return len({reader for v in self.jaxpr.eqns[number].outvars for reader in self.readers[v]})
 
     def _extend(self, product: int) -> None:
         """Find what the kernel of a product does behind it: all that follows up to one result that others read.
@@ -364,7 +401,8 @@ class _Fusion:
                 wanting |= transposing
                 own = (*own, number)
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader not in wanting))
-            if not wanting and (len(inside) <= 1 or not self._is_kept(eqn) or self._grows(number)):
+            computed = not wanting and number not in self.shared
+            if computed and (len(inside) <= 1 or not self._is_kept(eqn) or self._grows(number)):
                 self.kernels[number] = inside
                 return
             if self.rules.fuses_products and not self._is_kept(eqn):

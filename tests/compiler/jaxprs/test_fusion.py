@@ -222,6 +222,17 @@ def test_operands_of_products_are_transposed_unless_their_dimensions_are_side_by
     assert moved(fn, *operands, transposes_operands=True) == pytest.approx(arrays, abs=0.1)
 
 
+def test_a_sum_that_all_layers_add_to_is_kept_between_them():
+    def layers(x, *weights):
+        for each in weights:
+            x = x + (x - x.sum(1, keepdims=True)) @ each
+        return x
+
+    few, more, most = (moved(layers, *[X] * (count + 1)) for count in (4, 8, 12))
+    # Of a layer, the sum is written, and read three times; the product reads two arrays, one of them made for it.
+    assert most - more == pytest.approx(more - few) == pytest.approx(4 * 8, abs=0.5)
+
+
 def test_an_optimizer_is_one_kernel_for_each_parameter():
     def adam(w, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
