@@ -66,6 +66,7 @@ from autopar.runtime.stragglers import find_stragglers
 from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
 from autopar.session import step_timeout_s
 from autopar.simulation import SimulationReport, check_devices, check_hosts, simulate_plan
+from autopar.step_parts import StepParts, step_parts
 from autopar.step_serialization import ChangedProgram, serialize_step
 from autopar.target import Devices, Source, check_not_traced
 from autopar.verification import NumberCheck, VerificationReport, move_of_types, rounding_of_sums, verify_numbers
@@ -447,6 +448,14 @@ class Planned:
             examples=work.examples,
             tokens=work.tokens,
         )
+
+    def parts(self, cluster: Cluster | None = None) -> StepParts:
+        """Return what the simulated step is made of, along its critical path. `cluster` and errors as of `simulate`."""
+        planned_on = cluster or self.source.target.devices_planned_for()
+        program, timeline = self._on_paper, self.simulate(planned_on).timeline
+        priced = price_plan(self.trace, self.plan, program, cluster=planned_on)
+        cut = partial(passes.cut_step, self.trace, self.plan)
+        return step_parts(self.trace, priced, program, timeline, cut, planned_on)
 
     def chakra(
         self, folder: str | Path, *, devices: Sequence[int] | None = None, cluster: Cluster | None = None

@@ -39,6 +39,7 @@ PACKAGES = (
         "nnx_objects",
         "arguments",
         "simulation",
+        "step_parts",
         "chakra",
         "description",
         "plan_difference",

@@ -143,8 +143,16 @@ _RULES = (
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
 )
 """What is said of the compiler for a machine."""
-_POSITIVE = ("in_step_share", "convolution_share", "batched_share", "reducing_share", "piece_bytes", "erf_flops")
+_POSITIVE = (
+    *("in_step_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share"),
+    *("piece_bytes", "erf_flops"),
+)
+_SHARES = (
+    *("matmul_share", "overlap", "convolution_share", "batched_share", "unaligned_share", "reducing_share"),
+    "hidden_share",
+)
 _MAY_BE_LEFT_OUT = (
+    "unaligned_share",
     "reducing_share",
     "piece_bytes",
     "erf_flops",
@@ -208,6 +216,9 @@ class Machine:
     batched_share: float = 1.0
     """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
     tunes them. Those that it does not tune write their result once they have computed it."""
+    unaligned_share: float = 1.0
+    """Of the rate of products, the share that those reach whose rows are no multiples of 8 numbers long; 1 where the
+    compiler pads them."""
     reducing_share: float = 1.0
     """Of the memory bandwidth, the share that kernels with reductions reach."""
     piece_bytes: float = 64.0
@@ -310,7 +321,7 @@ class Machine:
                 f"{_LEAST_MEMORY_BYTES:g} bytes. Give bytes, such as 16e9."
             )
         self._check_types()
-        for name in ("matmul_share", "overlap", "convolution_share", "batched_share", "reducing_share", "hidden_share"):
+        for name in _SHARES:
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
             if any(share > 1 for share in shares):
                 raise InvalidArgument(
@@ -358,10 +369,6 @@ class Machine:
         """Seconds of one matrix product that reads and writes `nbytes` altogether."""
         product_s = (flops + self.matmul_half_flops) / self.matmul_flops(dtype)
         return self.kernel_s + max(product_s, nbytes / self.memory_bandwidth)
-
-    def untuned_matmul_s(self, flops: float, read: float, written: float, dtype: str) -> float:
-        """Seconds of a product by a kernel that writes its result, `written` bytes, behind all else that it does."""
-        return self.matmul_s(flops, read, dtype) + written / self.memory_bandwidth
 
     @property
     def vector_flops(self) -> float:

@@ -32,6 +32,7 @@ FIGURES = {
         "in_step_share",
         "convolution_share",
         "batched_share",
+        "unaligned_share",
         "exponentials",
         "dispatch_s",
         "launch_s",

@@ -19,7 +19,7 @@ Where a host launches each kernel, none takes less than that, `launch_s`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,20 +38,51 @@ from autopar.hardware.machine import Machine
 
 # Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
+# Numbers of 16 bits in a load of 16 bytes.
+_LOADED = 8
+
+
+class EquationWork(NamedTuple):
+    """What one device works on an equation: kernels that start, and seconds by what bounds them.
+
+    The kernel of a product or of a pass takes the longest of its bounds, the others come behind it. Of several
+    strategies the figures are arrays.
+    """
+
+    kernels: Any
+    product_s: Any = 0.0
+    """FLOPs over the rate of products."""
+    half_s: Any = 0.0
+    """That of the FLOPs at which half of the rate is reached, in the same kernel."""
+    memory_s: Any = 0.0
+    """Bytes over the bandwidth, of the same kernel."""
+    other_s: Any = 0.0
+    """Operations of vector units, or bytes on the link to the host."""
+    passes_s: Any = 0.0
+    """Bytes over the bandwidth, of what stands before the kernel or behind it."""
+
+    def seconds(self, machine: Machine) -> Any:
+        """Seconds of the device, and no less than a host takes that launches each kernel."""
+        bound_s = np.maximum(np.maximum(self.product_s + self.half_s, self.memory_s), self.other_s)
+        return np.maximum(self.kernels * machine.kernel_s + bound_s + self.passes_s, self.kernels * machine.launch_s)
 
 
 def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> float:
     """Seconds of one equation on one device under a strategy, its own collectives included."""
+    work = equation_work(eqn, strategy, mesh_costs, traffic)
+    return float(work.seconds(mesh_costs.machine) + _combine_s(eqn, strategy, mesh_costs))
+
+
+def equation_work(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> EquationWork:
+    """Return what one device works on an equation under a strategy, its own collectives left out."""
     mesh = mesh_costs.mesh
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
         read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
-        compute_s = _product_s(eqn, flops, strategy, read, written, mesh_costs)
-        compute_s += _copy_s(operands, results, mesh_costs.machine, traffic)
-    else:
-        compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
-    return float(compute_s + _combine_s(eqn, strategy, mesh_costs))
+        copies = max(traffic.kernels - 1, 0.0), _copied(operands, results, traffic)
+        return _product_work(eqn, flops, strategy, (read, written), copies, mesh_costs)
+    return _pass_work(eqn, operands, results, mesh_costs.machine, traffic)
 
 
 def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traffic: Traffic) -> float:
@@ -72,14 +103,19 @@ def seconds_by_strategy(
     mesh = mesh_costs.mesh
     operands = [_parts(v.aval, [s.operands[place] for s in strategies], mesh) for place, v in enumerate(eqn.invars)]
     results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
-    if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        read: npt.NDArray[np.float64] = np.zeros(len(strategies)) + _once(operands, traffic.reads)
-        written: npt.NDArray[np.float64] = np.zeros(len(strategies)) + _once(results, traffic.writes)
-        moved = zip(strategies, read.tolist(), written.tolist(), strict=True)
-        total_s = np.array([_product_s(eqn, flops, strategy, of, to, mesh_costs) for strategy, of, to in moved])
-        total_s += _copy_s(operands, results, mesh_costs.machine, traffic)
+    machine = mesh_costs.machine
+    if (flops := _product_flops(eqn, machine)) is not None:
+        moved = (_once(operands, traffic.reads), _once(results, traffic.writes), _copied(operands, results, traffic))
+        read, written, copied = ((np.zeros(len(strategies)) + each).tolist() for each in moved)
+        copies = max(traffic.kernels - 1, 0.0)
+        works = [
+            _product_work(eqn, flops, strategy, (of, to), (copies, again), mesh_costs)
+            for strategy, of, to, again in zip(strategies, read, written, copied, strict=True)
+        ]
+        total_s = np.array([work.seconds(machine) for work in works])
     else:
-        total_s = np.zeros(len(strategies)) + _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
+        work = _pass_work(eqn, operands, results, machine, traffic)
+        total_s = np.zeros(len(strategies)) + work.seconds(machine)
     for number, strategy in enumerate(strategies):
         if strategy.combined:
             total_s[number] += _combine_s(eqn, strategy, mesh_costs)
@@ -120,17 +156,41 @@ def _is_batched(eqn: jc.JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and any(jp.dot_dimensions(eqn)[1])
 
 
-def _product_s(
-    eqn: jc.JaxprEqn, flops: float, strategy: Strategy, read: float, written: float, mesh_costs: MeshCosts
-) -> float:
-    machine, dtype = mesh_costs.machine, _dtype_of_products(eqn)
-    if machine.batched_share < 1 and _is_batched(eqn):
-        product_s = machine.untuned_matmul_s(flops / strategy.devices, read, written, dtype)
-    else:
-        product_s = machine.matmul_s(flops / strategy.devices, read + written, dtype)
+def _product_work(
+    eqn: jc.JaxprEqn,
+    flops: float,
+    strategy: Strategy,
+    moved: tuple[float, float],
+    copies: tuple[float, float],
+    mesh_costs: MeshCosts,
+) -> EquationWork:
+    """The work of a product that reads and writes so many bytes; `copies` are kernels beside it, and their bytes."""
+    machine = mesh_costs.machine
+    (read, written), (kernels, behind) = moved, copies
+    if machine.batched_share < 1 and _is_batched(eqn):  # it writes its result once it has computed it
+        behind, written = behind + written, 0.0
     if passes := _pass_bytes(eqn, strategy, mesh_costs.mesh):
-        product_s += 2 * machine.kernel_s + passes / machine.memory_bandwidth
-    return max(product_s, machine.launch_s) + _mask_s(eqn, strategy, mesh_costs)
+        kernels, behind = kernels + 2, behind + passes
+    masked = _masked_operands(eqn, strategy, mesh_costs)
+    rate = machine.matmul_flops(_dtype_of_products(eqn))
+    if machine.unaligned_share < 1 and _is_unaligned(eqn, strategy):
+        rate *= machine.unaligned_share
+    return EquationWork(
+        kernels=1 + kernels + len(masked),
+        product_s=flops / strategy.devices / rate,
+        half_s=machine.matmul_half_flops / rate,
+        memory_s=(read + written) / machine.memory_bandwidth,
+        passes_s=(behind + 2 * sum(masked)) / machine.memory_bandwidth,
+    )
+
+
+def _is_unaligned(eqn: jc.JaxprEqn, strategy: Strategy) -> bool:
+    """Return true for a matrix product with rows, not split, that do not begin at multiples of what a load holds."""
+    if eqn.primitive.name not in MATRIX_PRODUCTS:
+        return False
+    avals = [cast(Any, v.aval) for v in (*eqn.invars, *eqn.outvars)]
+    arrays = zip(avals, (*strategy.operands, *strategy.results), strict=True)
+    return any(aval.ndim and aval.shape[-1] % _LOADED and not layout.dims[-1] for aval, layout in arrays)
 
 
 def _pass_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> float:
@@ -149,17 +209,21 @@ def _dtype_of_products(eqn: jc.JaxprEqn) -> str:
     return cast(Any, product.invars[0].aval).dtype.name
 
 
-def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:
-    """Seconds of what is no product, by bytes of operands and results on one device: of one strategy, or of each."""
+def _pass_work(
+    eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic
+) -> EquationWork:
+    """The work of what is no product, by bytes of operands and results on one device: of one strategy, or of each."""
     if jc.moves_memory(eqn):
-        return machine.host_copy_s(sum(results))
+        return EquationWork(0.0, other_s=machine.host_copy_s(sum(results)))
     if eqn.primitive.name in DRAWS:
-        return machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD)
+        return EquationWork(0.0, other_s=machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD))
     nbytes = _moved(eqn, operands, results, traffic)
-    taken = nbytes + traffic.wasted * sum(results)
     bandwidth = machine.memory_bandwidth * (machine.reducing_share if traffic.reduces else 1.0)
-    work_s = np.maximum(taken / bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte))
-    return np.maximum(traffic.kernels * machine.kernel_s + work_s, traffic.kernels * machine.launch_s)
+    return EquationWork(
+        traffic.kernels,
+        memory_s=(nbytes + traffic.wasted * sum(results)) / bandwidth,
+        other_s=machine.vector_s(nbytes * traffic.flops_per_byte),
+    )
 
 
 def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: Traffic) -> Any:
@@ -188,14 +252,8 @@ def _copied(operands: list[Any], results: list[Any], traffic: Traffic) -> Any:
     return sum(max(count - 1, 0) * part for count, part in zip(times, [*operands, *results], strict=True))
 
 
-def _copy_s(operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:
-    """Seconds of these copies, each a kernel."""
-    started_s = max(traffic.kernels - 1, 0.0) * machine.kernel_s
-    return started_s + _copied(operands, results, traffic) / machine.memory_bandwidth
-
-
-def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
-    """Seconds to write operands of a product with zeros for padding or rows of others, and to read them again."""
+def _masked_operands(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> list[float]:
+    """Return the bytes of operands of a product that are written with zeros for padding or rows of others before it."""
     machine, mesh = mesh_costs.machine, mesh_costs.mesh
     masked = _masked_parts(eqn, strategy, mesh)
     if (groups := _times_computed(eqn, machine)) > 1:
@@ -203,7 +261,7 @@ def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> floa
         count = 1 if jp.ragged_dimensions(eqn).groups else 2
         parts = zip(eqn.invars[:count], strategy.operands[:count], strict=True)
         masked = [*masked, *(groups * _part(v.aval, layout, mesh) for v, layout in parts)]
-    return sum(machine.memory_s(2 * part) for part in masked)
+    return masked
 
 
 def _masked_parts(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[float]:

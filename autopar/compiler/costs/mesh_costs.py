@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, Reach
-from autopar.hardware.collectives import CollectiveCost, CollectiveTime, NetworkLevel, collective_cost, collective_costs
+from autopar.hardware.collectives import CollectiveCost, CollectiveTime, collective_cost, collective_costs
 from autopar.hardware.machine import Machine
 from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 
@@ -73,8 +73,16 @@ class MeshCosts:
         times = {nbytes: self._time(kind, axes, nbytes, reach) for nbytes in (_FEW_BYTES, _MANY_BYTES)}
         return tuple((time.latency_s, time.transfer_s / nbytes) for nbytes, time in times.items())
 
-    def _time(self, kind: str, axes: Iterable[int], nbytes: float, reach: Reach) -> CollectiveTime:
-        levels = self._levels([axis for axis in axes if self.mesh.shape[axis] > 1], reach)
+    def group(self, axes: Iterable[int], reach: Reach = "all") -> tuple[int, int]:
+        """Return how many devices of one domain a collective joins, and of how many domains."""
+        spans = [self._span(axis) for axis in axes if self.mesh.shape[axis] > 1]
+        inside, across = math.prod(size for size, _ in spans), math.prod(size for _, size in spans)
+        return inside if reach != "across" else 1, across if reach != "inside" else 1
+
+    def group_time(self, kind: str, inside: int, across: int, nbytes: float) -> CollectiveTime:
+        """Return the time of a collective over so many devices of each of some domains; `nbytes` as in `wire_bytes`."""
+        pairs = ((self.machine.intra, inside), (self.machine.inter, across))
+        levels = [link.level(size) for link, size in pairs if size > 1]
         if not levels:
             return CollectiveTime(0.0, 0.0)
         is_whole_sum = kind in _SUMS and not self.machine.scatters_sums
@@ -86,6 +94,9 @@ class MeshCosts:
         whole = cost(levels, nbytes / self.latency_share)
         shown = self.latency_share * (1.0 if is_whole_sum else self.transfer_share)
         return CollectiveTime(whole.latency_s * self.latency_share, whole.transfer_s * shown)
+
+    def _time(self, kind: str, axes: Iterable[int], nbytes: float, reach: Reach) -> CollectiveTime:
+        return self.group_time(kind, *self.group(axes, reach), nbytes)
 
     @functools.cached_property
     def _cost_of(self) -> dict[str, CollectiveCost]:
@@ -143,12 +154,6 @@ class MeshCosts:
         )
         across_s = self.collective_s("all-reduce", axes, _MANY_BYTES / inside, "across")
         return inside_s + across_s < _IN_LEVELS_SHARE * self.collective_s("all-reduce", axes, _MANY_BYTES)
-
-    def _levels(self, axes: list[int], reach: Reach) -> list[NetworkLevel]:
-        spans = [self._span(axis) for axis in axes]
-        inside, across = [size for size, _ in spans if size > 1], [size for _, size in spans if size > 1]
-        pairs = ((self.machine.intra, inside, "inside"), (self.machine.inter, across, "across"))
-        return [link.level(math.prod(sizes)) for link, sizes, level in pairs if sizes and reach in ("all", level)]
 
     def _span(self, axis: int) -> tuple[int, int]:
         """Return how many devices of a group are in one domain, and in how many domains the group is."""

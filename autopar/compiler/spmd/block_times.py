@@ -7,9 +7,10 @@ LocalBlock, MeshCosts    ->  bytes read from memory and written there
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from autopar.compiler.costs.compute import equation_bytes, equation_s
+from autopar.compiler.costs.compute import EquationWork, equation_bytes, equation_work
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
@@ -35,7 +36,29 @@ class BlockTimes(NamedTuple):
 def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
     """The times of a program."""
     collective_s = sum(each.seconds(mesh_costs) for each in planned_collectives(block, mesh_costs.mesh))
-    return BlockTimes(_equations_s(block, mesh_costs), collective_s)
+    works = block_work(block, mesh_costs)
+    return BlockTimes(sum(times * float(work.seconds(mesh_costs.machine)) for work, times in works), collective_s)
+
+
+def block_work(
+    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None
+) -> Iterator[tuple[EquationWork, float]]:
+    """Yield the work of every equation and resharding of a program, and how often one run of it does that.
+
+    `within` is the equation that it is a body of.
+    """
+    traffic = _traffic(block, mesh_costs, within)
+    for action in block.actions:
+        match action:
+            case Evaluate(eqn=eqn, strategy=strategy):
+                yield equation_work(eqn, strategy, mesh_costs, traffic[id(eqn)]), 1.0
+            case RunBody(eqn=eqn, bodies=bodies):
+                rounds = taken(eqn) * trips(eqn)
+                for body in bodies:
+                    yield from ((work, rounds * times) for work, times in block_work(body, mesh_costs, eqn))
+            case Reshard():
+                bandwidth = mesh_costs.machine.memory_bandwidth
+                yield EquationWork(0.0, passes_s=_copied_bytes(action, mesh_costs) / bandwidth), 1.0
 
 
 def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
@@ -75,17 +98,3 @@ def _joined_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
     whole = math.prod(local_shape(aval.shape, action.source, mesh_costs.mesh)) * aval.dtype.itemsize
     joined = whole <= mesh_costs.machine.combined_bytes and any(isinstance(step, AllReduce) for step in action.steps)
     return 4.0 * whole if joined else 0.0
-
-
-def _equations_s(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
-    total_s, traffic = 0.0, _traffic(block, mesh_costs, within)
-    for action in block.actions:
-        match action:
-            case Evaluate(eqn=eqn, strategy=strategy):
-                # The equation's own collectives are counted with the others.
-                total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs, traffic[id(eqn)])
-            case RunBody(eqn=eqn, bodies=bodies):
-                total_s += taken(eqn) * trips(eqn) * sum(_equations_s(body, mesh_costs, eqn) for body in bodies)
-            case Reshard():
-                total_s += _copied_bytes(action, mesh_costs) / mesh_costs.machine.memory_bandwidth
-    return total_s

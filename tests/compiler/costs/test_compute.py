@@ -66,6 +66,13 @@ def test_no_kernel_is_shorter_than_a_launch_where_a_host_launches_each(case):
     assert min(seconds(case, changed(launch_s=3 * least))) == pytest.approx(3 * least)
 
 
+@pytest.mark.parametrize(("columns", "share"), [(64, 1.0), (60, 0.4)])
+def test_products_with_rows_of_odd_lengths_are_slower_where_nothing_pads_them(columns, share):
+    case = ("dot_general", jnp.matmul, (real(64, 4096), real(4096, columns)))
+    padded, apart = seconds(case)[0], seconds(case, changed(unaligned_share=0.4))[0]
+    assert apart == pytest.approx(padded / share, rel=0.02)
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_ragged_products_are_computed_for_every_group_where_each_meets_all_rows(masks):
     case = ("ragged_dot_general", lax.ragged_dot, (X, real(3, 64, 64), whole(3)))

@@ -1,0 +1,48 @@
+"""Parts of a step add up to its simulated time, along a path without gaps, and price it on other machines."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import autopar
+from autopar.runtime.critical_path import critical_path
+from autopar.runtime.timeline import Event
+from autopar.step_parts import StepParts
+from tests.small_steps import sgd
+from tests.test_chakra import METHODS
+from tests.test_description import arguments, deep_loss
+
+CLUSTER = autopar.Cluster.parse("1x dgx-h100")
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def plan(request):
+    step = autopar.parallelize(sgd(deep_loss), method=METHODS[request.param], cluster=CLUSTER)
+    return step.trace(*arguments()).plan()
+
+
+def test_the_steps_of_a_critical_path_follow_each_other(plan):
+    timeline = plan.simulate().timeline
+    path = critical_path(timeline)
+    took_s = sum(step.stop_s - step.start_s for step in path.steps)
+    assert took_s + path.waited_s == pytest.approx(timeline.makespan_s)
+    assert all(before.stop_s <= after.start_s * (1 + 1e-9) for after, before in zip(path.steps, path.steps[1:]))
+    assert isinstance(path.steps[-1], Event)
+
+
+def test_parts_take_as_long_as_the_step_also_as_data(plan):
+    parts = plan.parts()
+    assert parts.step_s(CLUSTER.machine) == pytest.approx(plan.simulate().step_time_s, rel=1e-4)
+    assert StepParts.from_data(json.loads(json.dumps(parts.to_data()))) == parts
+
+
+def test_parts_are_priced_on_machines_with_other_figures(plan):
+    parts, machine = plan.parts(), CLUSTER.machine
+    whole_s = parts.step_s(machine)
+    slower = replace(machine, kernel_s=2 * machine.kernel_s)
+    assert whole_s < parts.step_s(slower) <= 2 * whole_s
+    links = {name: replace(getattr(machine, name), latency_s=0.0, ramp_bytes=0.0) for name in ("intra", "inter")}
+    assert parts.step_s(replace(machine, **links)) <= whole_s
+    halves = {"product": 0.5, "memory": 0.5}
+    assert whole_s < parts.step_s(machine, **halves) <= 2 * whole_s
