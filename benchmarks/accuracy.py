@@ -5,9 +5,10 @@
     python -m benchmarks.accuracy --measurements measurements.csv --leave-out --calibrate 0.2
 
 No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
-are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). Steps
-take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run
-that is interrupted reports on the rows before.
+are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`), or, with
+--path, of a sample by a digest of each row, planned and simulated too (`eager_steps`). Steps that are planned take
+seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run that is
+interrupted reports on the rows before.
 
 No rule asks where a row is from: its source, which may be empty, is a label that rows are reported by. With
 --calibrate, ten physical scalars per site, which is an executor on a kind of hardware, of one host or of several, are
@@ -29,14 +30,17 @@ from rich.table import Table
 
 from autopar.errors import AutoparError, InvalidArgument
 from benchmarks.accuracy_cases import Case, Unusable, case_of
-from benchmarks.accuracy_fit import evaluated_runs
+from benchmarks.accuracy_fit import Predict, by_operators, evaluated_runs
 from benchmarks.accuracy_journal import Entry, Journal
 from benchmarks.accuracy_report import Evaluated, Predicted, by_source, figures, without_the_largest
 from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, step_case_of
 from benchmarks.accuracy_steps import predicted as predicted_step
+from benchmarks.eager_steps import by_path as predicted_by_path
+from benchmarks.eager_steps import priced, traced_key, unusable_reason
 from benchmarks.training_model.prices import Scalars
 
+_SAMPLE_BY_PATH = 0.2
 _NOT_REACHED = "was not reached: the run was stopped, and the same command goes on"
 
 
@@ -45,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measurements", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
     parser.add_argument("--calibrate", type=float, metavar="FRACTION", help="fit scalars to this share of the rows")
     parser.add_argument(
-        "--sample", type=float, default=1.0, metavar="FRACTION", help="of the rows, by a digest of each"
+        "--sample", type=float, metavar="FRACTION", help="of the rows, by a digest of each; of runs by --path 0.2"
     )
+    parser.add_argument("--path", action="store_true", help="price runs by the compiler's path, seconds for each row")
     parser.add_argument("--leave-out", action="store_true", help="predict each source without its rows too")
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
     parser.add_argument(
@@ -62,10 +67,16 @@ def main(arguments: argparse.Namespace) -> None:
             "tested. Give one like 0.2."
         )
     began_s, began_cpu_s = time.monotonic(), time.process_time()
-    measurements = sampled(read_measurements(arguments.measurements), arguments.sample)
+    fraction = (_SAMPLE_BY_PATH if arguments.path else 1.0) if arguments.sample is None else arguments.sample
+    measurements = sampled(read_measurements(arguments.measurements), fraction)
     journal = Journal(arguments.json and arguments.json.with_suffix(".journal"))
     report = accuracy_report(
-        measurements, arguments.calibrate, rows=arguments.rows, leave_out=arguments.leave_out, journal=journal
+        measurements,
+        arguments.calibrate,
+        rows=arguments.rows,
+        leave_out=arguments.leave_out,
+        journal=journal,
+        by_path=arguments.path,
     )
     Console().print(_table(report))
     if arguments.leave_out and not arguments.calibrate:
@@ -94,6 +105,7 @@ def accuracy_report(
     rows: bool = False,
     leave_out: bool = False,
     journal: Journal | None = None,
+    by_path: bool = False,
 ) -> dict[str, Any]:
     """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
     skipped: Skipped = defaultdict(list)
@@ -102,7 +114,10 @@ def accuracy_report(
         _check_steps(fraction, leave_out)
         evaluated = _evaluated_steps(measurements, skipped, journal or Journal(None))
     else:
-        evaluated, scalars = evaluated_runs(_usable(measurements, skipped), fraction, leave_out=leave_out)
+        cases, predict = _usable(measurements, skipped), by_operators
+        if by_path:
+            cases, predict = _planned(cases, skipped, journal or Journal(None))
+        evaluated, scalars = evaluated_runs(cases, fraction, predict, leave_out=leave_out)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "leave_out": leave_out,
@@ -147,6 +162,38 @@ def _usable(measurements: Measurements, skipped: Skipped) -> list[Case]:
         except Unusable as why:
             skipped[row.source, str(why)].append(row)
     return cases
+
+
+def _planned(cases: Sequence[Case], skipped: Skipped, journal: Journal) -> tuple[list[Case], Predict]:
+    """Plan the runs that can be expressed, and return these with what predicts them; others are put in `skipped`."""
+    expressed: list[Case] = []
+    for case in cases:
+        if reason := unusable_reason(case):
+            skipped[case.row.source, reason].append(case.row)
+        else:
+            expressed.append(case)
+    # Rows of one model one after the other: it is traced once.
+    expressed.sort(key=lambda case: repr(traced_key(case)))
+    found: list[Case] = []
+    entries: dict[str, Entry] = {}
+    progress = Console(stderr=True)
+    for number, case in enumerate(expressed, start=1):
+        progress.print(f"[{number}/{len(expressed)}] {case.row.name}", markup=False, highlight=False)
+        entry = journal.known(case.row)
+        if entry is None:
+            try:
+                entry = priced(case)
+            except KeyboardInterrupt:
+                for each in expressed[number - 1 :]:
+                    skipped[each.row.source, _NOT_REACHED].append(each.row)
+                break
+            journal.add(case.row, entry)
+        entries[case.row.digest] = entry
+        if entry.unusable:
+            skipped[case.row.source, entry.unusable].append(case.row)
+        else:
+            found.append(case)
+    return found, predicted_by_path(entries)
 
 
 def _check_steps(fraction: float | None, leave_out: bool) -> None:

@@ -13,7 +13,7 @@ start is the machine file, the method deterministic.
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,9 +46,12 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
 LONGEST_FIXED_S = 0.1
 """The fixed time of a step, of the optimizer's synchronizations and the data's loading; its width is half of it."""
 
+Predict = Callable[[Sequence[Case], Scalars], list[Predicted]]
+"""The predictions of cases on one machine, whose figures are multiplied by scalars."""
+
 
 def evaluated_runs(
-    cases: Sequence[Case], fraction: float | None, *, leave_out: bool
+    cases: Sequence[Case], fraction: float | None, predict: Predict, *, leave_out: bool
 ) -> tuple[list[Evaluated], dict[str, Scalars]]:
     """The predictions of runs with scalars fitted to that fraction of the rows of each site, and these by site.
 
@@ -62,35 +65,36 @@ def evaluated_runs(
     evaluated: list[Evaluated] = []
     scalars: dict[str, Scalars] = {}
     for site, here in sorted(sites.items()):
-        plain = _predictions(here, Scalars())
+        plain = predict(here, Scalars())
         if not fraction:
             evaluated += [Evaluated(plain=each) for each in plain]
             continue
         fitted = chosen_for_fit(here, fraction)
-        scalars[site] = fitted_scalars([case for case in here if case.row.line in fitted])
+        scalars[site] = fitted_scalars([case for case in here if case.row.line in fitted], predict)
         evaluated += [
             Evaluated(plain=before, calibrated=after, fitted=before.case.row.line in fitted)
-            for before, after in zip(plain, _predictions(here, scalars[site]))
+            for before, after in zip(plain, predict(here, scalars[site]))
         ]
     if fraction and leave_out:
         lines = {each.row.line for each in evaluated if each.fitted}
-        evaluated = _with_left_out(evaluated, [case for case in cases if case.row.line in lines])
+        evaluated = _with_left_out(evaluated, [case for case in cases if case.row.line in lines], predict)
     return sorted(evaluated, key=lambda each: each.row.line), scalars
 
 
-def _with_left_out(evaluated: Sequence[Evaluated], known: Sequence[Case]) -> list[Evaluated]:
+def _with_left_out(evaluated: Sequence[Evaluated], known: Sequence[Case], predict: Predict) -> list[Evaluated]:
     groups: defaultdict[tuple[str, str], list[Evaluated]] = defaultdict(list)
     for each in evaluated:
         groups[each.row.source, each.plain.case.machine.name].append(each)
     found: list[Evaluated] = []
     for (source, machine), here in groups.items():
-        scalars = fitted_scalars([case for case in known if case.row.source != source and case.machine.name == machine])
-        predictions = _predictions([each.plain.case for each in here], scalars)
+        others = [case for case in known if case.row.source != source and case.machine.name == machine]
+        predictions = predict([each.plain.case for each in here], fitted_scalars(others, predict))
         found += [replace(each, left_out=left_out) for each, left_out in zip(here, predictions)]
     return found
 
 
-def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
+def by_operators(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
+    """Predict cases by the list of operators of `training_model`."""
     times = predicted_times(cases, scalars)
     peaks = [peak_memory(case.model, case.layout, case.habits) for case in cases]
     return [
@@ -131,9 +135,10 @@ def predicted_times(cases: Sequence[Case], scalars: Scalars) -> list[StepTime]:
     return found
 
 
-def fitted_scalars(cases: Sequence[Case]) -> Scalars:
+def fitted_scalars(cases: Sequence[Case], predict: Predict) -> Scalars:
     """The scalars that fit the measured times of cases on one machine; those of the machine file if there are none."""
-    measured = np.array([case.measured_s for case in cases if case.measured_s is not None])
+    cases = [case for case in cases if case.measured_s is not None]
+    measured = np.array([case.measured_s for case in cases])
     if not len(measured):
         return Scalars()
     widths = np.array([width for _, _, width in BOUNDS.values()])
@@ -141,8 +146,8 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
     high = [math.log(bound) for _, bound, _ in BOUNDS.values()] + [1.0]
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        times = predicted_times(cases, _scalars(x))
-        errors = np.log(np.array([time.total_s for time in times]) / measured) / NOISE
+        times = [each.step_s for each in predict(cases, _scalars(x))]
+        errors = np.log(np.array(times) / measured) / NOISE
         # The square root of ρ keeps the sum of squares what the docstring says, and the priors quadratic.
         robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
         return np.concatenate([robust, x[:-1] / widths, [2 * x[-1]]])

@@ -14,6 +14,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import autopar
 import benchmarks
@@ -27,6 +28,8 @@ class Entry:
     step_s: float = 0.0
     peak_bytes: float = 0.0
     unusable: str = ""
+    parts: dict[str, Any] | None = None
+    """Of the step, as `StepParts.to_data` writes them, where it is priced anew for other figures."""
 
 
 class Journal:

@@ -25,7 +25,6 @@ GPU_COMPILER = "jax_cuda12_plugin"
 NOT_SWEPT = {
     "benchmarks.sailor_simulator": "needs a clone of eth-easl/sailor, and what its own script plans",
     "benchmarks.accuracy": "needs a file of measured steps",
-    "benchmarks.eager_steps": "needs a file of measured steps",
     "benchmarks.measured_steps": "needs a GPU of 80 GB",
     "benchmarks.single_device": "needs a GPU",
     "benchmarks.attention_kernels": "needs a GPU with cuDNN",

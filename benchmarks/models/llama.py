@@ -38,11 +38,22 @@ class Llama:
     cudnn: bool = False
     """Attention is a kernel of cuDNN, for GPUs and 16 bits."""
     dtype: Any = jnp.bfloat16
+    head: int | None = None
+    """Width of a head; by default all heads together are as wide as the model."""
+    gated: bool = True
+    """SwiGLU; else one product comes before a GELU."""
+    in_8_bits: bool = False
+    """Products of layers with their weights multiply in 8 bits."""
 
     @property
     def head_width(self) -> int:
         """Width of one head."""
-        return self.width // self.num_heads
+        return self.head or self.width // self.num_heads
+
+    @property
+    def product(self) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
+        """The product with weights of a layer, as `jnp.einsum` of two arrays."""
+        return einsum_in_8_bits if self.in_8_bits else jnp.einsum
 
 
 LLAMA_8B = Llama(num_layers=32, width=4096, num_heads=32, num_kv_heads=8, hidden=14336)
@@ -142,7 +153,7 @@ def _weights(model: Llama) -> Tree:
         "value": weights(dtype, embed=width, heads=model.num_kv_heads, head=head),
         "out": weights(dtype, heads=model.num_heads, head=head, embed=width),
         "mlp_norm": constant(1, dtype, embed=width),
-        "gate": weights(dtype, embed=width, mlp=model.hidden),
+        **({"gate": weights(dtype, embed=width, mlp=model.hidden)} if model.gated else {}),
         "up": weights(dtype, embed=width, mlp=model.hidden),
         "down": weights(dtype, mlp=model.hidden, embed=width),
     }
@@ -175,28 +186,29 @@ def _layer(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
     h = mark(_norm(x, weights["attention_norm"]), *OUTSIDE)
     x = mark(x + _attention(model, h, weights, mark), *OUTSIDE)
     y = mark(_norm(x, weights["mlp_norm"]), *OUTSIDE)
-    gate = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, weights["gate"]))
-    hidden = mark(gate * jnp.einsum("bsd,df->bsf", y, weights["up"]), "batch", "length", "mlp")
-    return mark(x + jnp.einsum("bsf,fd->bsd", hidden, weights["down"]), *OUTSIDE)
+    up = model.product("bsd,df->bsf", y, weights["up"])
+    gate = jax.nn.silu(model.product("bsd,df->bsf", y, weights["gate"])) * up if model.gated else jax.nn.gelu(up)
+    hidden = mark(gate, "batch", "length", "mlp")
+    return mark(x + model.product("bsf,fd->bsd", hidden, weights["down"]), *OUTSIDE)
 
 
 def _attention(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
     batch, sequence, _ = x.shape
     groups = model.num_heads // model.num_kv_heads
     inside = ("batch", "length", "heads", "head")
-    query = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), *inside)
-    key = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), *inside)
-    value = mark(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), *inside)
+    query = mark(_rotated(model.product("bsd,dhk->bshk", x, weights["query"])), *inside)
+    key = mark(_rotated(model.product("bsd,dhk->bshk", x, weights["key"])), *inside)
+    value = mark(model.product("bsd,dhk->bshk", x, weights["value"]), *inside)
     if model.cudnn:
         mixed = mark(jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"), *inside)
-        return jnp.einsum("bshk,hkd->bsd", mixed, weights["out"])
+        return model.product("bshk,hkd->bsd", mixed, weights["out"])
     query = query.reshape(batch, sequence, model.num_kv_heads, groups, model.head_width)
     scores = jnp.einsum("bsngk,btnk->bngst", query, key).astype(jnp.float32) / model.head_width**0.5
     mask = jnp.tril(jnp.ones((sequence, sequence), bool))
     shares = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1).astype(x.dtype)
     mixed = jnp.einsum("bngst,btnk->bsngk", shares, value)
     mixed = mark(mixed.reshape(batch, sequence, model.num_heads, model.head_width), *inside)
-    return jnp.einsum("bshk,hkd->bsd", mixed, weights["out"])
+    return model.product("bshk,hkd->bsd", mixed, weights["out"])
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -206,6 +218,33 @@ def _rotated(x: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum_in_8_bits(subscripts: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """An einsum whose factors are rounded to 8 bits, as its gradient is for those of the factors (Micikevicius et al.
+    2022): four bits of exponent for values, five for gradients."""
+    return _in_8_bits(subscripts, x, weights)
+
+
+def _in_8_bits(subscripts: str, x: jax.Array, y: jax.Array, gradient: Any = jnp.float8_e4m3fn) -> jax.Array:
+    return jnp.einsum(subscripts, x.astype(gradient), y.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.bfloat16)
+
+
+def _forward_in_8_bits(subscripts: str, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Tree]:
+    return _in_8_bits(subscripts, x, weights), (x, weights)
+
+
+def _backward_in_8_bits(subscripts: str, factors: Tree, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    (of_x, of_weights), of_result = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
+    x, weights = factors
+    in_5_bits = jnp.float8_e5m2
+    to_x = _in_8_bits(f"{of_result},{of_weights}->{of_x}", cotangent, weights, in_5_bits)
+    to_weights = _in_8_bits(f"{of_result},{of_x}->{of_weights}", cotangent, x, in_5_bits)
+    return to_x.astype(x.dtype), to_weights.astype(weights.dtype)
+
+
+einsum_in_8_bits.defvjp(_forward_in_8_bits, _backward_in_8_bits)
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:

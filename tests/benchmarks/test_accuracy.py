@@ -11,7 +11,7 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.machine import machines
 from benchmarks import accuracy
 from benchmarks.accuracy_cases import Case, Unusable, case_of
-from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_fit import BOUNDS, by_operators, chosen_for_fit, fitted_scalars, predicted_times
 from benchmarks.accuracy_frameworks import MACHINES
 from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summary
 from benchmarks.accuracy_rows import COLUMNS, Row
@@ -232,7 +232,7 @@ def test_rows_for_the_fit_are_spread_over_what_was_run():
 def test_a_fit_finds_a_slower_machine_and_predicts_rows_it_has_not_seen():
     cases = grid()
     chosen = chosen_for_fit(cases, 0.4)
-    found = fitted_scalars([case for case in cases if case.row.line in chosen])
+    found = fitted_scalars([case for case in cases if case.row.line in chosen], by_operators)
     tested = [case for case in cases if case.row.line not in chosen]
     errors = {
         name: max(
@@ -242,11 +242,11 @@ def test_a_fit_finds_a_slower_machine_and_predicts_rows_it_has_not_seen():
     }
     assert errors["file"] > 0.12
     assert errors["fitted"] < 0.05
-    assert fitted_scalars([case for case in cases if case.row.line in chosen]) == found
+    assert fitted_scalars([case for case in cases if case.row.line in chosen], by_operators) == found
 
 
 def test_without_rows_the_machine_file_stands():
-    assert fitted_scalars([]) == Scalars()
+    assert fitted_scalars([], by_operators) == Scalars()
 
 
 # --- reporting ------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-"""Steps of eager frameworks by the compiler's path: which rows are expressed, and what their executor does."""
+"""Steps of training frameworks by the compiler's path: which rows are expressed, and what their executor does."""
 
 import json
+from argparse import ArgumentParser
+from dataclasses import replace
 
 import pytest
 
-from autopar.errors import InvalidArgument
-from benchmarks import eager_steps
+from benchmarks import accuracy, eager_steps
 from benchmarks.accuracy_cases import case_of
-from benchmarks.accuracy_rows import STEPS
+from benchmarks.accuracy_fit import fitted_scalars
+from benchmarks.training_model.prices import UNALIGNED, Scalars
 from tests.benchmarks.measured_rows import GPT_ROW, row
 from tests.benchmarks.test_accuracy import write
 
@@ -15,43 +17,58 @@ SMALL = GPT_ROW | {"layers": "4", "seq": "128", "vocab": "1000"}
 
 
 def run(tmp_path, rows, *options):
-    tmp_path.mkdir(exist_ok=True)
     file, out = write(tmp_path / "rows.csv", rows), tmp_path / "out.json"
-    eager_steps.main(["--measurements", str(file), "--json", str(out), *options])
+    parser = ArgumentParser()
+    accuracy.add_arguments(parser)
+    accuracy.main(parser.parse_args(["--measurements", str(file), "--json", str(out), "--path", *options]))
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def test_rows_are_planned_by_their_degrees_and_both_errors_are_told(tmp_path, capsys):
+def test_rows_are_planned_by_their_degrees_and_others_counted(tmp_path, capsys):
     rows = [SMALL, SMALL | {"tp": "1", "dp": "4"}, SMALL | {"recompute": "selective"}, SMALL | {"layers": "3"}]
-    found = run(tmp_path, rows)
-    assert [each["line"] for each in found["rows"]] == [2, 3]
-    assert all(each["path_s"] > 0 < each["model_s"] and each["measured_s"] == 0.22 for each in found["rows"])
-    assert found["skipped"] == {"computes parts of a layer again": 1, "has stages of unequal layers": 1}
-    errors = [abs(each["path_s"] / 0.22 - 1) for each in found["rows"]]
-    assert found["all"]["path_s"]["mape"] == pytest.approx(sum(errors) / 2)
-    printed = capsys.readouterr()
-    assert "2 rows: by the compiler's path" in printed.out and "[2/2]" in printed.err
+    found = run(tmp_path, rows, "--sample", "1", "--rows")
+    assert [each["line"] for each in found["predictions"]] == [2, 3]
+    assert all(each["predicted_s"] > 0 and each["measured_s"] == 0.22 for each in found["predictions"])
+    reasons = {each["reason"] for each in found["skipped"]}
+    assert reasons == {"computes parts of a layer again", "has stages of unequal layers"}
+    assert "[2/2]" in capsys.readouterr().err
     assert not (tmp_path / "out.journal").exists()
 
 
-def test_an_executor_that_fuses_nothing_takes_longer(tmp_path):
-    fused, apart = (run(tmp_path / name, [SMALL], *options) for name, options in (("a", ()), ("b", ("--unfused",))))
-    assert apart["unfused"] and apart["rows"][0]["path_s"] > 1.5 * fused["rows"][0]["path_s"]
+def test_a_fit_finds_another_machine_by_parts_of_steps_that_were_planned_once():
+    cases = [case_of(row(**(SMALL | cells))) for cells in ({}, {"hidden": "2048"}, {"tp": "1", "dp": "4"})]
+    entries = {case.row.digest: eager_steps.priced(case) for case in cases}
+    predict = eager_steps.by_path(entries)
+    truth = Scalars(memory_rate=0.6, launch=1.5)
+    measured = [replace(each.case, measured_s=each.step_s) for each in predict(cases, truth)]
+    found = fitted_scalars(measured, predict)
+    errors = [abs(each.step_s / each.case.measured_s - 1) for each in predict(measured, found)]
+    assert max(errors) < 0.03 < min(abs(e.step_s / e.case.measured_s - 1) for e in predict(measured, Scalars()))
+
+
+@pytest.mark.parametrize("cells", [{"model": "llama2-7b"}, {"framework": "NeMo pretrain", "note": "fp8"}])
+def test_gated_models_and_products_in_8_bits_are_expressed(cells):
+    sizes = {"layers": "2", "hidden": "", "heads": "", "pp": "1", "dp": "4"} if "model" in cells else {}
+    entry = eager_steps.priced(case_of(row(**(SMALL | sizes | cells))))
+    assert not entry.unusable and entry.parts and entry.peak_bytes > 0
 
 
 def test_the_machine_launches_each_kernel_and_hides_what_the_framework_does():
-    megatron, fsdp = (case_of(row(framework=each)) for each in ("Megatron-DeepSpeed", "Composer FSDP"))
-    assert eager_steps.machine_of(megatron).launch_s == megatron.habits.launch_s > megatron.machine.kernel_s
-    assert eager_steps.machine_of(megatron).hidden_share == 0
-    assert eager_steps.machine_of(fsdp).hidden_share == fsdp.machine.overlap > 0
+    megatron, fsdp, oneflow = (
+        case_of(row(framework=each)) for each in ("Megatron-DeepSpeed", "Composer FSDP", "OneFlow-GPT")
+    )
+    eager, hiding, compiled = (eager_steps.machine_of(case, Scalars()) for case in (megatron, fsdp, oneflow))
+    assert eager.launch_s == megatron.habits.launch_s > megatron.machine.kernel_s
+    assert (eager.hidden_share, eager.unaligned_share) == (0, UNALIGNED)
+    assert hiding.hidden_share == fsdp.machine.overlap > 0
+    assert (compiled.launch_s, compiled.unaligned_share) == (0, 1)
 
 
-def test_a_step_of_a_jax_program_is_refused(tmp_path):
-    file = write(tmp_path / "steps.csv", [], STEPS.names)
-    with pytest.raises(InvalidArgument, match="has steps of JAX programs, which are not eager"):
-        eager_steps.expressible(file)
-
-
-def test_a_run_without_rows_says_so(tmp_path, capsys):
-    assert run(tmp_path, [SMALL | {"recompute": "selective"}])["all"]["path_s"] == {"rows": 0}
-    assert "No row was predicted." in capsys.readouterr().out
+def test_what_is_gathered_for_the_backward_pass_is_hidden_as_what_is_for_the_forward_pass():
+    cells = {"framework": "Composer FSDP", "tp": "1", "pp": "1", "dp": "8", "zero": "FULL_SHARD"}
+    case = case_of(row(**(SMALL | cells)))
+    waiting = replace(case, habits=replace(case.habits, overlaps=False))
+    (ahead,), (after,) = (
+        eager_steps.by_path({case.row.digest: eager_steps.priced(each)})([each], Scalars()) for each in (case, waiting)
+    )
+    assert ahead.step_s < after.step_s
