@@ -38,7 +38,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, ATTENTION, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
-from autopar.compiler.jaxprs.strides import Layouts, layouts_of, writings
+from autopar.compiler.jaxprs.strides import Layouts, layouts_of, reads_transposed, writings
 from autopar.hardware.machine import Machine
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
@@ -107,6 +107,8 @@ class FusionRules(NamedTuple):
     """Reductions of rows and what follows them are one kernel, and exponentials are computed again for each reader."""
     transposes_operands: bool = False
     """Operands of products are transposed whose dimensions of one kind are not side by side."""
+    transposes_kernels: bool = False
+    """Convolutions read copies of kernels that have space first."""
     piece_bytes: float = 64.0
     """Bytes that are written in the time of shorter pieces."""
     erf_flops: float = 1.0
@@ -503,6 +505,7 @@ class _Fusion:
         kept = [self._kept_of(number) for number in range(len(eqns))]
         written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
+        self._count_kernels(reads, more)
         wasted = self._count_transposed(reads, more)
         found: list[Traffic] = []
         for number in range(len(eqns)):
@@ -570,6 +573,22 @@ class _Fusion:
                 written[number][self.jaxpr.eqns[number].outvars.index(v)] += 2 + (number in self.stored)
                 kernels[number] += 1
         return kernels
+
+    def _count_kernels(self, reads: list[list[float]], kernels: list[int]) -> None:
+        """Add what copies of convolutions' kernels read and write, with the first convolution that reads each.
+
+        What makes a kernel element by element, as from another type, writes it so that none is needed.
+        """
+        if not self.rules.transposes_kernels:
+            return
+        copied: set[Any] = set()
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            v = self._operands(number)[1] if reads_transposed(eqn) else None
+            maker = self.makers.get(v)
+            if v is not None and v not in copied and (maker is None or self.kinds[maker] != "fused"):
+                copied.add(v)
+                reads[number][1] += 2
+                kernels[number] += 1
 
     def _count_transposed(self, reads: list[list[float]], kernels: list[int]) -> list[float]:
         """Add what copies of arrays in other layouts read and write, with the first equation that reads each.

@@ -8,6 +8,9 @@ layout is a stride for each dimension, in elements. A product reads an operand w
 whose contracted and other dimensions are each side by side; of any other it reads a transposed copy. So does a reshape
 that no strides can express, an equation element by element that meets arrays of two layouts, of the later one, and a
 kernel of attention of what has not its last dimension innermost and its first outermost.
+
+Libraries compute convolutions in another order of dimensions than programs: of a kernel (height, width, in, out) they
+read a copy (out, height, width, in), and so they write gradients of kernels.
 """
 
 from __future__ import annotations
@@ -42,6 +45,22 @@ _LARGE = 8
 """An operand decides about the layout of a result of up to so many times its size."""
 _KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
 _VIEWS = CONSTRAINTS | COPIES | LABELS
+_CONVOLUTION = "conv_general_dilated"
+
+
+def reads_transposed(eqn: jc.JaxprEqn) -> bool:
+    """Return true if a library reads the second operand of an equation in another order of dimensions."""
+    return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).rhs_spec)
+
+
+def writes_transposed(eqn: jc.JaxprEqn) -> bool:
+    """Return true if a library writes the result of an equation in another order of dimensions."""
+    return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
+
+
+def _space_is_first(spec: Sequence[int]) -> bool:
+    """Return true if a dimension of space is the outermost: libraries have examples or channels there."""
+    return 0 in spec[2:]
 
 
 @dataclass(kw_only=True, eq=False)

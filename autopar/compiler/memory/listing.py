@@ -29,6 +29,7 @@ from autopar.compiler.jaxprs.fusion import (
     kind_of,
 )
 from autopar.compiler.jaxprs.primitives import ATTENTION, COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
+from autopar.compiler.jaxprs.strides import reads_transposed, writes_transposed
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -41,11 +42,9 @@ from autopar.compiler.memory.allocation import (
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
-    reads_transposed,
     rectifies,
     transposing_updates,
     without_places,
-    writes_transposed,
 )
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import collective_of

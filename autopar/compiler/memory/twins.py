@@ -21,32 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Op
 
-_CONVOLUTION = "conv_general_dilated"
 ADDED_TO_ZEROS = "select_and_scatter_add"
 """Adds gradients of windows to zeros of the shape of its second operand."""
-
-
-def reads_transposed(eqn: jc.JaxprEqn) -> bool:
-    """Return true if a library reads the second operand of an equation in another order of dimensions."""
-    return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).rhs_spec)
-
-
-def writes_transposed(eqn: jc.JaxprEqn) -> bool:
-    """Return true if a library writes the result of an equation in another order of dimensions."""
-    return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
 
 
 def rectifies(eqn: jc.JaxprEqn) -> bool:
     """Return true if an equation takes zero where its operand is less."""
     return eqn.primitive.name == "max" and any(isinstance(v, jc.Literal) and not np.any(v.val) for v in eqn.invars)
-
-
-def _space_is_first(spec: Sequence[int]) -> bool:
-    """Return true if a dimension of space is the outermost: libraries have examples or channels there."""
-    return 0 in spec[2:]
 
 
 @dataclass(frozen=True, kw_only=True)

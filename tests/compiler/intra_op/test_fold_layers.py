@@ -31,9 +31,10 @@ H100 = Machine.named("dgx-h100")
 SLOW = replace(
     H100,
     peak_flops=dict.fromkeys(H100.peak_flops, 1e9),
+    matmul_share=dict.fromkeys(H100.matmul_share, 0.8),
     matmul_half_flops=0.0,
     kernel_s=0.0,
-    intra=Link(latency_s=1e-9, bandwidth=H100.intra.bandwidth, ramp_bytes=0.0),
+    intra=Link(latency_s=1e-9, bandwidth=360e9, ramp_bytes=0.0),
 )
 MESH_COSTS = MeshCosts(machine=SLOW, mesh=MESH)
 

@@ -233,6 +233,30 @@ def test_a_sum_that_all_layers_add_to_is_kept_between_them():
     assert most - more == pytest.approx(more - few) == pytest.approx(4 * 8, abs=0.5)
 
 
+@pytest.mark.parametrize(("layout", "copies"), [("HWIO", 2), ("OHWI", 0)])
+def test_kernels_with_space_first_are_copied_once_for_all_convolutions_that_read_them(layout, copies):
+    images, (height, width, into, out) = jnp.zeros((2, 8, 8, 16)), (3, 3, 16, 16)
+    sizes = {"H": height, "W": width, "I": into, "O": out}
+    kernel = jax.ShapeDtypeStruct([sizes[name] for name in layout], jnp.float32)
+
+    def convolve(kernel):
+        def once(x):
+            return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
+
+        return once(once(images))
+
+    (_, without), (_, found) = (traffic(convolve, kernel, transposes_kernels=each) for each in (False, True))
+    more = [sum(one.reads) - sum(other.reads) for one, other in zip(found, without)]
+    assert sum(more) == copies and sum(t.kernels for t in found) - sum(t.kernels for t in without) == copies / 2
+    assert moved(convolve, kernel, transposes_kernels=True) - moved(convolve, kernel) == pytest.approx(
+        copies * height * width * into * out * 4 / ONE
+    )
+
+    # A kernel in another type is written as libraries read it.
+    narrow = lambda kernel: convolve(kernel * 2.0)  # noqa: E731
+    assert moved(narrow, kernel, transposes_kernels=True) == moved(narrow, kernel)
+
+
 def test_an_optimizer_is_one_kernel_for_each_parameter():
     def adam(w, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g

@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from autopar.compiler.jaxprs.strides import reads_transposed, writes_transposed
 from autopar.compiler.memory.liveness import Op
 from autopar.compiler.memory.twins import (
     TransposingUpdate,
-    reads_transposed,
     rectifies,
     transposing_updates,
     without_places,
-    writes_transposed,
 )
 
 
