@@ -505,7 +505,6 @@ class _Fusion:
         kept = [self._kept_of(number) for number in range(len(eqns))]
         written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
-        self._count_kernels(reads, more)
         wasted = self._count_transposed(reads, more)
         found: list[Traffic] = []
         for number in range(len(eqns)):
@@ -595,6 +594,7 @@ class _Fusion:
 
         Returns what is wasted on each equation's behalf.
         """
+        self._count_kernels(reads, kernels)
         wasted = [0.0] * len(self.jaxpr.eqns)
         if not self.rules.transposes_operands:
             return wasted
