@@ -37,7 +37,6 @@ from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
 from autopar.compiler.frontend.trace import Returned, Trace
-from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
@@ -433,7 +432,7 @@ class Planned:
         No device is needed. The times within a stage are the plan's, so that the cluster must be of the machine that
         it was made for. Raises `InvalidArgument` if it is of another, and `PlanMismatch` if it has too few devices.
         """
-        cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
+        cluster = cluster or self.source.target.devices_planned_for()
         check_devices(self.plan, cluster)
         program = self._on_paper
         priced = price_plan(self.trace, self.plan, program, cluster=cluster)
@@ -576,12 +575,8 @@ class Traced:
         try:
             found = self.planned(asked)
         except MemoryTooSmall as error:
-            raise with_changes(
-                error,
-                partial(self.fixes_of, asked, error),
-                planned_s=time.process_time() - began_s,
-                is_large=len(self.trace.jaxpr.eqns) >= FOLD_FROM,
-            ) from None
+            planned_s = time.process_time() - began_s
+            raise with_changes(error, partial(self.fixes_of, asked, error), self.trace, planned_s) from None
         if isinstance(asked, Auto) and found.plan.certificate is not None:
             say(f"{self.trace.name}: {found.plan.choice()}")
         return found

@@ -35,6 +35,8 @@ from autopar.changes import (
     more_devices,
     more_memory,
 )
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.description import PlanDescription
 from autopar.errors import AutoparError, MemoryTooSmall, ReplicatedWarning
 from autopar.ir.plan import Plan
@@ -212,16 +214,17 @@ def find_fixes(
 
 
 def with_changes(
-    error: MemoryTooSmall, find: Callable[[float], Fixes], *, planned_s: float, is_large: bool
+    error: MemoryTooSmall, find: Callable[[float], Fixes], trace: Trace, planned_s: float
 ) -> MemoryTooSmall:
     """Return an error that, once it is read, says which changes fit; `find` plans them, within so many CPU seconds.
 
     Of planning that took long it says who does, for each change may take as long; and of a large step, which may be
     refused at once.
     """
+    takes_long = planned_s >= QUICK_S or len(trace.jaxpr.eqns) >= FOLD_FROM
 
     def changes() -> str:
-        if is_large or planned_s >= QUICK_S:
+        if takes_long:
             return "To plan what would fit takes long here: trace(...).fixes() does, the smallest change first."
         return find(MOST_S).lesson()
 

@@ -3,7 +3,7 @@
     Program, Plan, Cluster  ->  SimulationReport
 
 Every executable takes its modelled time, its compute and then its collectives; values between meshes take
-`Cluster.transfer_s`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
+`Cluster.joining_link`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
 wait. A host takes `Machine.dispatch_s` to start each of them, one after the other, ahead of its devices. Over
 all devices on average,
 

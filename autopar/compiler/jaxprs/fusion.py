@@ -71,7 +71,7 @@ _COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
 _LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
-"""Times as many bytes as keeping takes: XLA of jaxlib 0.11.2 keeps the sums between the layers of a GPT so."""
+"""Times as many bytes as keeping takes: an estimate. Of 1 to 4, a Llama has bytes within 1 %, a Wide-ResNet 5."""
 _ERROR_FUNCTIONS = ("erf", "erfc")
 
 

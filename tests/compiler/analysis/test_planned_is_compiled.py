@@ -131,7 +131,7 @@ def test_what_a_loop_does_to_the_same_in_every_round_may_be_compiled_in_front_of
     large = {collectives[n].nbytes for n in moving}
     fixed = [n for n, c in enumerate(collectives) if c.kind == "all-gather" and c.nbytes not in large]
     sizes = {collectives[n].nbytes: n for n in fixed}
-    assert moving and {collectives[n].times for n in moving} == {2}
+    assert moving and sizes and {collectives[n].times for n in moving} == {2}
     for number in (*moving, *sizes.values()):
         for others in (collectives[:number] + collectives[number + 1 :], (*collectives, collectives[number])):
             changed = replace(traced, plan=replace(plan, sharding=replace(plan.sharding, collectives=others)))

@@ -15,7 +15,7 @@ import autopar
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import Fold, fold
-from autopar.compiler.intra_op.plan_program import plan_intra_op
+from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
@@ -141,22 +141,23 @@ def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
     assert alike[marked[1]] == marked[0]
 
 
+def planned(trace: Trace, fold_from: int, mesh_costs: MeshCosts = MESH_COSTS) -> IntraOpPlan:
+    return plan_intra_op(
+        trace.jaxpr,
+        mesh_costs.mesh,
+        mesh_costs,
+        state_outputs=dict(trace.state_outputs),
+        input_names=[leaf.name for leaf in trace.inputs],
+        fold_from=fold_from,
+    )
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
     trace = traced(kind, 6)
     step, state, batch = make_step(*LAYERS[kind], 6)
-    plans = [
-        plan_intra_op(
-            trace.jaxpr,
-            MESH,
-            MESH_COSTS,
-            state_outputs=dict(trace.state_outputs),
-            input_names=[leaf.name for leaf in trace.inputs],
-            fold_from=fold_from,
-        )
-        for fold_from in (0, 10**6)
-    ]
+    plans = [planned(trace, fold_from) for fold_from in (0, 10**6)]
     together, apart = plans
     assert len(together.table.costs) < len(apart.table.costs) / 2
     assert together.optimum.value <= 1.02 * apart.optimum.value
@@ -178,14 +179,7 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
 def test_what_has_one_reader_is_not_kept_for_several(kind: str) -> None:
     """Readers differ from layer to layer at the ends of the model, so that what stands for all has several."""
     trace = traced(kind, 8)
-    found = plan_intra_op(
-        trace.jaxpr,
-        MESH,
-        MESH_COSTS,
-        state_outputs=dict(trace.state_outputs),
-        input_names=[leaf.name for leaf in trace.inputs],
-        fold_from=0,
-    )
+    found = planned(trace, 0)
     jaxpr = trace.jaxpr.jaxpr
     reads = Counter(v for eqn in jaxpr.eqns for v in jc.operands(eqn)) + Counter(
         v for v in jaxpr.outvars if isinstance(v, jc.Var)
@@ -215,12 +209,5 @@ def test_readers_of_the_update_share_a_part_and_the_price_of_layouts_says_so(fol
     trace = autopar.parallelize(train_step).trace((params, params), jax.ShapeDtypeStruct((64, 256), jnp.float32)).trace
     mesh = LogicalMesh(shape=(1, 8), axis_names=("data", "model"))
     costs = MeshCosts(machine=Machine.named("p3.16xlarge"), mesh=mesh)
-    found = plan_intra_op(
-        trace.jaxpr,
-        mesh,
-        costs,
-        state_outputs=dict(trace.state_outputs),
-        input_names=[leaf.name for leaf in trace.inputs],
-        fold_from=fold_from,
-    )
+    found = planned(trace, fold_from, costs)
     assert found.optimum.value == pytest.approx(block_times(found.program.block, costs).total_s, rel=1e-6)
