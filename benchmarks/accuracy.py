@@ -172,8 +172,8 @@ def _planned(cases: Sequence[Case], skipped: Skipped, journal: Journal) -> tuple
             skipped[case.row.source, reason].append(case.row)
         else:
             expressed.append(case)
-    # Rows of one model one after the other: it is traced once.
-    expressed.sort(key=lambda case: repr(traced_key(case)))
+    # Small models first, and rows of one model one after the other: it is traced once.
+    expressed.sort(key=lambda case: (case.model.layers, repr(traced_key(case))))
     found: list[Case] = []
     entries: dict[str, Entry] = {}
     progress = Console(stderr=True)
