@@ -148,8 +148,9 @@ def more_memory(asked: Asked, share: float) -> Change:
     elif isinstance(method, SearchMethod) and share * MEMORY_LEVELS[str(method.memory)] <= MEMORY_LEVELS["adaptive"]:
         return _with(method, memory="adaptive")
     missing = max((share - 1) * machine.memory_bytes for machine in machines)
+    limit = next((f" ({group.jax_limit})" for group in asked.cluster.groups if group.jax_limit), "")
     return Change(
-        words=f"{size_words(missing)} more memory per device",
+        words=f"{size_words(missing)} more memory per device{limit}",
         size=Size.DEVICES,
         method=Auto() if method is None else method,
         cluster=_with_memory(asked.cluster, share),
@@ -270,7 +271,8 @@ def _with_memory(cluster: Cluster, share: float) -> Cluster:
         Cluster(
             num_devices=group.num_devices,
             kind=group.kind,
-            machine=replace(group.machine, memory_bytes=share * group.machine.memory_bytes),
+            machine=group.machine,
+            memory_bytes=share * group.machine.memory_bytes,
         )
         for group in cluster.groups
     ]

@@ -118,8 +118,9 @@ def check_processes(arguments: argparse.Namespace) -> Iterator[Finding]:
             yield Finding(
                 name=f"process {number}",
                 state="good",
-                found=f"{report.num_devices} {report.device_kind} devices on {report.node} (pid {report.pid}), port "
-                f"{report.address.rpartition(':')[2]}, {', '.join(f'{k} {v}' for k, v in report.versions.items())}",
+                found=f"{report.num_devices} {report.device_kind.name} devices on {report.node} "
+                f"(pid {report.pid}), port {report.address.rpartition(':')[2]}, "
+                f"{', '.join(f'{k} {v}' for k, v in report.versions.items())}",
             )
         yield _collective(current)
         yield from _transfers(current)
@@ -145,10 +146,11 @@ def _figures() -> Finding:
     """Return whose figures price plans for these devices."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", GenericFiguresWarning)
-        machine = Cluster.from_devices(jax.devices()).machine
+        cluster = Cluster.from_devices(jax.devices())
+        found = ", ".join(["those of " + cluster.machine.name, *([cluster.jax_limit] if cluster.jax_limit else [])])
     generic = [str(each.message) for each in told if issubclass(each.category, GenericFiguresWarning)]
     state = "note" if generic else "good"
-    return Finding(name="figures", state=state, found=f"those of {machine.name}", advice=" ".join(generic))
+    return Finding(name="figures", state=state, found=found, advice=" ".join(generic))
 
 
 def _tiny_step() -> Finding:

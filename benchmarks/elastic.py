@@ -54,6 +54,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import GenericFiguresWarning
+from autopar.hardware.cluster import DeviceKind
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.session import RaySession
 from autopar.session import ray_session
@@ -269,7 +270,7 @@ def tell_kinds_apart() -> None:
     def joined(session: RaySession) -> Any:
         marked = {node["NodeID"] for node in session.hosts.ray.nodes() if _MARK in node["Resources"]}
         return [
-            replace(report, device_kind=OTHER_KIND) if name in marked else report
+            replace(report, device_kind=DeviceKind(OTHER_KIND)) if name in marked else report
             for report, name in zip(join(session), session.hosts.node_names, strict=True)
         ]
 

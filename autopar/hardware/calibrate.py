@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import PIECE_BYTES, WRITTEN_SHARE, Effort, Measurement, Series, series_of
 
@@ -175,9 +175,9 @@ def _peaks(known: Machine | None, rates: dict[str, float]) -> tuple[dict[str, fl
 
 def _memory_bytes(devices: Sequence[Any], base: Machine) -> float:
     """Return the bytes of one device: its virtual devices share the memory of a host."""
-    told = devices[0].memory_stats()
-    if told and told.get("bytes_limit"):
-        return float(told["bytes_limit"])
+    told = DeviceKind.of(devices[0]).memory_bytes
+    if told:
+        return told
     if devices[0].platform == "cpu" and hasattr(os, "sysconf"):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices))
     return base.memory_bytes

@@ -18,19 +18,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations, groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+
+import jax
 
 from autopar.checks import check_count, is_text, is_whole
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link, Machine
 from autopar.json_fields import fields_of, json_of, text_of
+from autopar.plain_text import size_words
+
+
+class DeviceKind(NamedTuple):
+    """What a process says of a device: its kind, as JAX names it, and the bytes that JAX may take of its memory."""
+
+    name: str
+    memory_bytes: float | None = None
+    """None if the device does not tell."""
+
+    @staticmethod
+    def of(device: Any) -> DeviceKind:
+        """The kind of a JAX device; devices of other processes tell nothing of their memory."""
+        told = device.memory_stats() if getattr(device, "process_index", None) == jax.process_index() else None
+        return DeviceKind(
+            str(device.device_kind), float(told["bytes_limit"]) if told and "bytes_limit" in told else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class Cluster:
     """`num_devices` equal devices of one machine; `kind` as JAX names it, for example "NVIDIA H200".
 
-    The machine is the one given, or else the library's for that kind, looked up when it is first needed.
+    The machine is the one given, or else the library's for that kind, looked up when it is first needed;
+    `memory_bytes`, if given, is what JAX may take of the memory of each device, and replaces the machine's.
     `Cluster.of_groups` makes a cluster of several such groups, whose `kind` names them all.
     Raises `InvalidArgument` if there is no device, or neither a kind nor a machine.
 
@@ -42,11 +62,19 @@ class Cluster:
     num_devices: int
     kind: str
     _machine: Machine | None = field(default=None, repr=False)
+    _memory_bytes: float | None = field(default=None, repr=False)
     _parts: tuple[Cluster, ...] = field(default=(), repr=False)
     _links: tuple[Link, ...] = field(default=(), repr=False)
     """Between each pair of groups, in the order of `itertools.combinations`: one device's share."""
 
-    def __init__(self, *, num_devices: int, kind: str | None = None, machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_devices: int,
+        kind: str | None = None,
+        machine: Machine | None = None,
+        memory_bytes: float | None = None,
+    ) -> None:
         """Raise `InvalidArgument` if there is no device, or nothing says which."""
         if kind is not None and not is_text(kind):
             raise InvalidArgument(f"The kind of the devices is {kind!r}. Give a string, as JAX names them.")
@@ -60,6 +88,7 @@ class Cluster:
         object.__setattr__(self, "num_devices", num_devices)
         object.__setattr__(self, "kind", machine.kind if kind is None and machine is not None else kind)
         object.__setattr__(self, "_machine", machine)
+        object.__setattr__(self, "_memory_bytes", memory_bytes)
         object.__setattr__(self, "_parts", ())
         object.__setattr__(self, "_links", ())
 
@@ -76,7 +105,17 @@ class Cluster:
                 "Auto, PipelineParallel or Megatron, which give every stage devices of one machine, or one group of "
                 "cluster.groups."
             )
-        return Machine.of_kind(self.kind) if self._machine is None else self._machine
+        machine = Machine.of_kind(self.kind) if self._machine is None else self._machine
+        return machine if self._memory_bytes is None else replace(machine, memory_bytes=self._memory_bytes)
+
+    @property
+    def jax_limit(self) -> str:
+        """In words, that JAX may not take all of the memory of each device; "" where it may, or none tells."""
+        machine = self._machine or Machine.find(self.kind)
+        if self._memory_bytes is None or machine is None or self._memory_bytes >= machine.memory_bytes:
+            return ""
+        shares = f"{size_words(self._memory_bytes)} of {size_words(machine.memory_bytes)}"
+        return f"JAX may take {shares}, as XLA_PYTHON_CLIENT_MEM_FRACTION says"
 
     @property
     def num_hosts(self) -> int:
@@ -235,29 +274,31 @@ class Cluster:
     @staticmethod
     def from_devices(devices: Sequence[Any]) -> Cluster:
         """The cluster of these JAX devices, a group for each kind; `InvalidArgument` as for `of_kinds`."""
-        return Cluster.of_kinds([str(device.device_kind) for device in devices])
+        return Cluster.of_kinds([DeviceKind.of(device) for device in devices])
 
     @staticmethod
-    def of_kinds(kinds: Sequence[str]) -> Cluster:
-        """The cluster of devices of these kinds, one after another.
+    def of_kinds(kinds: Sequence[DeviceKind]) -> Cluster:
+        """The cluster of devices of these kinds, one after another, each kind with the least memory that one tells.
 
         Raises `InvalidArgument` if there is none, or if those of one kind do not stand together.
         """
-        if len(set(kinds)) <= 1:
-            return Cluster(num_devices=len(kinds), kind=kinds[0] if kinds else "")
-        runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
-        if len(runs) > len(set(kinds)):
+        runs = [(name, list(run)) for name, run in groupby(kinds, key=lambda kind: kind.name)]
+        if len(runs) > len(dict(runs)):
             raise InvalidArgument(
-                f"The devices are of the kinds {list(kinds)}, by turns. Put those of each kind together: pass "
-                "devices=sorted(jax.devices(), key=lambda device: device.device_kind), or on a cluster start hosts of "
-                "one kind only."
+                f"The devices are of the kinds {[kind.name for kind in kinds]}, by turns. Put those of each kind "
+                "together: pass devices=sorted(jax.devices(), key=lambda device: device.device_kind), or on a cluster "
+                "start hosts of one kind only."
             )
-        return Cluster.of_groups([Cluster(num_devices=count, kind=kind) for kind, count in runs])
+        groups: list[Cluster] = []
+        for name, run in runs:
+            told = [kind.memory_bytes for kind in run if kind.memory_bytes is not None]
+            groups.append(Cluster(num_devices=len(run), kind=name, memory_bytes=min(told, default=None)))
+        return Cluster.of_groups(groups) if groups else Cluster(num_devices=0, kind="")
 
     def with_devices(self, num_devices: int) -> Cluster:
         """As many devices of the same machine; `InvalidArgument` if there are several machines."""
         machine = self.machine if self.is_mixed else self._machine
-        return Cluster(num_devices=num_devices, kind=self.kind, machine=machine)
+        return Cluster(num_devices=num_devices, kind=self.kind, machine=machine, memory_bytes=self._memory_bytes)
 
     def to_data(self) -> dict[str, Any]:
         """The cluster as JSON values, the figures of its machines included."""

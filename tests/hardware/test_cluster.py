@@ -1,6 +1,7 @@
 """Clusters: so many hosts of a machine, by name, by file or by the devices that are here."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import GenericFiguresWarning, InvalidArgument
-from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.hardware.machine import Machine
 
 
@@ -149,9 +150,32 @@ def test_several_machines_come_back_from_a_file(tmp_path):
 
 
 def test_devices_of_several_kinds_are_groups_in_their_order():
-    cluster = Cluster.of_kinds(["NVIDIA A100-SXM4-40GB"] * 3 + ["Tesla V100-SXM2-16GB"])
+    cluster = Cluster.of_kinds([DeviceKind("NVIDIA A100-SXM4-40GB")] * 3 + [DeviceKind("Tesla V100-SXM2-16GB")])
     assert [group.num_devices for group in cluster.groups] == [3, 1]
     assert cluster.kind == "NVIDIA A100-SXM4-40GB + Tesla V100-SXM2-16GB"
+
+
+def device(kind: str, limit: float | None, process: int = 0) -> SimpleNamespace:
+    """A device of JAX; those of other processes refuse to tell of their memory."""
+
+    def memory_stats() -> dict[str, float] | None:
+        if process:
+            raise RuntimeError("a device of another process was asked")
+        return None if limit is None else {"bytes_limit": limit}
+
+    return SimpleNamespace(device_kind=kind, process_index=process, memory_stats=memory_stats)
+
+
+def test_memory_is_what_jax_may_take_of_it_on_every_device():
+    h100, gib = "NVIDIA H100 80GB HBM3", 2.0**30
+    cluster = Cluster.from_devices([device(h100, 59.5 * gib), device(h100, 59 * gib), device(h100, None, process=1)])
+    assert cluster.machine.memory_bytes == 59 * gib and cluster.with_devices(9).machine.memory_bytes == 59 * gib
+    assert cluster.jax_limit == "JAX may take 59 GiB of 80 GiB, as XLA_PYTHON_CLIENT_MEM_FRACTION says"
+    assert Cluster.from_json(cluster.to_json()).machine == cluster.machine
+    silent = Cluster.from_devices([device(h100, None)])
+    assert silent.machine is Machine.of_kind(h100) and not silent.jax_limit
+    mixed = Cluster.from_devices([device(h100, 70 * gib), device("Tesla V100-SXM2-16GB", 12 * gib)])
+    assert [group.machine.memory_bytes / gib for group in mixed.groups] == [70, 12]
 
 
 @pytest.mark.parametrize(

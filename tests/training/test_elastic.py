@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.errors import InvalidArgument
+from autopar.hardware.cluster import DeviceKind
 from autopar.hardware.machine import register_machine
 from autopar.runtime.distributed.handover import shards_here
 from autopar.runtime.distributed.session import RaySession
@@ -202,7 +203,7 @@ def two_kinds(nodes: Nodes, own_machines: None, monkeypatch: pytest.MonkeyPatch)
     join = RaySession._join
 
     def joined(session: RaySession) -> Any:
-        return [replace(each, device_kind=KINDS[number]) for number, each in enumerate(join(session))]
+        return [replace(each, device_kind=DeviceKind(KINDS[number])) for number, each in enumerate(join(session))]
 
     monkeypatch.setattr(RaySession, "_join", joined)
     restart(2)

@@ -102,7 +102,8 @@ class StateBound:
         else:
             count, most = self.least_devices, ""
             devices = "" if count is None else f"{count} such devices are needed, or "
-            needed = f"{devices}{size_words((self.share - 1) * self.limit_bytes)} more memory on each"
+            limit = f" ({self.cluster.jax_limit})" if self.cluster.jax_limit else ""
+            needed = f"{devices}{size_words((self.share - 1) * self.limit_bytes)} more memory on each{limit}"
         return (
             f"{name} cannot run on {self.cluster.num_devices} devices with {most}{size_words(self.limit_bytes)} each, "
             f"however it is planned: what they hold from step to step takes {size_words(self.total_bytes)}, "

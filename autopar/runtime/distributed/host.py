@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed, StepTimeout
+from autopar.hardware.cluster import DeviceKind
 from autopar.ir.program import Free, Program, Run
 from autopar.runtime.distributed.coordinator import free_port
 from autopar.runtime.distributed.host_inputs import Values
@@ -124,7 +125,7 @@ class Host:
             versions=installed_versions(),
             node=platform.node(),
             pid=os.getpid(),
-            device_kind=local[0].device_kind,
+            device_kind=min(map(DeviceKind.of, local), key=lambda kind: kind.memory_bytes or 0.0),
             platform=local[0].platform,
             num_devices=len(local),
             process_of=process_of,

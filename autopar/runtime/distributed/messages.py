@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.hardware.cluster import DeviceKind
 from autopar.runtime.distributed.input_routing import InputRouting
 from autopar.runtime.timeline import InstructionTime
 
@@ -42,7 +43,7 @@ class HostReport:
     versions: Mapping[str, str]
     node: str
     pid: int
-    device_kind: str
+    device_kind: DeviceKind
     platform: str
     num_devices: int
     process_of: tuple[int, ...]

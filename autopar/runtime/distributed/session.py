@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from autopar.errors import AutoparError, CheckpointFailed, InvalidArgument, PlanMismatch, StepFailed
-from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster import Cluster, DeviceKind
 from autopar.ir.program import Program
 from autopar.progress import search_progress
 from autopar.runtime.distributed.array import DistributedArray
@@ -458,7 +458,7 @@ def check_versions(driver: Mapping[str, str], processes: Sequence[Mapping[str, s
             )
 
 
-def described_cluster(kinds: Sequence[str], described_by: Cluster | None) -> Cluster:
+def described_cluster(kinds: Sequence[DeviceKind], described_by: Cluster | None) -> Cluster:
     """Return the cluster of devices of these kinds, with the figures that the user gave. Raises `InvalidArgument`."""
     count = len(kinds)
     if described_by is None:
