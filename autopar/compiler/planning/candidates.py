@@ -26,8 +26,9 @@ from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.layer_costs import SAVED_FOR_NOTHING
+from autopar.compiler.planning.other_rows import OtherRows
 from autopar.compiler.planning.scope_demands import is_of_kind
-from autopar.compiler.planning.stage_costs import KnownLayers, OtherRows, RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
@@ -520,8 +521,12 @@ def solved_searches(
 
 
 def _solve_for(ranges: RangeCosts, best: Partition) -> bool:
-    """Have layers solved for as the stages need them; return whether some were not yet."""
+    """Have layers solved for as the stages need them; return whether some were not yet.
+
+    First where nothing but their work tells how long they take: then others may be better.
+    """
     unsolved = {stage.submesh for stage in best.stages if not _is_estimated(ranges, stage)}
+    unsolved = {submesh for submesh in unsolved if not ranges.is_told(submesh)} or unsolved
     short = {(stage.submesh, stage.cost.choice) for stage in best.stages if not _is_solved(stage)}
     ranges.solve(unsolved)
     ranges.solve_for_memory(short)

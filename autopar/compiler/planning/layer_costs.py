@@ -107,6 +107,10 @@ class LayerCosts:
         """Return the cost of a layer of class `number` on a mesh, whose layouts are chosen so."""
         return self._optimum(number, mesh_costs, choice).cost
 
+    def is_known(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> bool:
+        """Return whether `cost` has computed the cost of a layer."""
+        return (number, mesh_costs.mesh.shape, mesh_costs.machine, choice) in self.known
+
     def _optimum(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> LayerOptimum:
         place = (mesh_costs.mesh.shape, mesh_costs.machine, choice)
         if (number, *place) not in self.known:

@@ -482,11 +482,15 @@ class RangeCosts:
 
     def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
         """Return the choices in which memory costs nothing; one as long as only the work of layers counts."""
+        every = self._every_free_choice(submesh)
+        return every if submesh in self.solved else every[:1]
+
+    def _every_free_choice(self, submesh: Submesh) -> list[LayoutChoice]:
+        """Return the choices in which memory costs nothing."""
         if submesh not in self.free_choices:
             every = allowed_splits(self.problem.method.kinds, submesh_mesh(self.problem, submesh))
             self.free_choices[submesh] = [LayoutChoice(0.0, splits, self.remat) for splits in every]
-        every = self.free_choices[submesh]
-        return every if submesh in self.solved else every[:1]
+        return self.free_choices[submesh]
 
     def _front(self, start: int, stop: int, submesh: Submesh, free: LayoutChoice) -> Iterator[StageCost]:
         fastest = self.cost(start, stop, submesh, free)
@@ -552,10 +556,8 @@ class RangeCosts:
         sums = self._least_sums(submesh, begins=True), self._least_sums(submesh, begins=False)
         begins, work = (np.moveaxis(each[None, :] - each[:-1, None], -1, 0)[..., None] for each in sums)
         values = given.values.copy()
-        whole = values[:3]
-        there = np.isfinite(whole)
-        by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
-        values[:3] = np.where(there, whole + (factor - 1) * np.where(there, by_rows, 0.0), np.inf)
+        there = np.isfinite(values[:3])
+        values[:3] = np.where(there, on_rows(np.where(there, values[:3], 0.0), begins, work, factor), np.inf)
         values[5:7] *= factor
 
         def cost(start: int, stop: int, slot: int) -> StageCost:
@@ -585,16 +587,64 @@ class RangeCosts:
         return self.sums[key]
 
     def _of_classes(self, submesh: Submesh, choice: LayoutChoice) -> list[StageCost]:
-        machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
+        numbers = range(len(self.layers.classes))
         if submesh not in self.solved:
             if self.whole is not None and submesh in self.whole.solved:
                 return self.whole._of_classes(submesh, choice)
-            return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
+            others = self._like_on(submesh)
+            return [self._least(number, submesh, others) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
-        mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem, submesh))
+        mesh_costs = self._mesh_costs(submesh)
         if choice.memory_multiplier == SAVED_FOR_NOTHING:
             return [self.costs.saved_for_nothing(number, mesh_costs, choice) for number in numbers]
         return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
+
+    def _mesh_costs(self, submesh: Submesh) -> MeshCosts:
+        return MeshCosts(machine=self.problem.machine_of(submesh), mesh=submesh_mesh(self.problem, submesh))
+
+    def is_told(self, submesh: Submesh) -> bool:
+        """Return whether layers of another number of microbatches tell what these need at least on a submesh."""
+        return self._like_on(submesh) is not None
+
+    def _like_on(self, submesh: Submesh) -> tuple[int, LayerCosts] | None:
+        """Return the number of microbatches next to this one whose equal layers are solved for there, and their costs.
+
+        One microbatch is another program than several; those with fewer rows than devices tell nothing of larger ones.
+        """
+        mine, trace = self.layers, self.problem.trace
+        count, every = mine.num_microbatches, self._every_free_choice(submesh)
+        mesh_costs = self._mesh_costs(submesh)
+        found = [
+            (abs(math.log2(like / count)), like, costs)
+            for (like, remat, _), (layers, costs) in self.problem.known.items()
+            if remat == self.remat
+            and count > 1 < like != count
+            and (like < count or trace.num_rows >= like * submesh.num_devices)
+            and (layers.cuts, layers.class_of) == (mine.cuts, mine.class_of)
+            and all(
+                costs.is_known(number, mesh_costs, choice) for number in range(len(layers.classes)) for choice in every
+            )
+        ]
+        _, like, costs = min(found, key=lambda each: each[:2], default=(0.0, 0, None))
+        return None if costs is None else (like, costs)
+
+    def _least(self, number: int, submesh: Submesh, others: tuple[int, LayerCosts] | None) -> StageCost:
+        """Return what a layer needs at least on a submesh where it is not solved for, by its work.
+
+        And by the time of `others`, as `with_rows`. Half of a backward pass is then taken to be the weight gradient,
+        which is as much as schedules can make use of.
+        """
+        machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
+        least = self.costs.least(number, machine, num_devices)
+        if others is None:
+            return least
+        like, costs = others
+        mesh_costs, factor = self._mesh_costs(submesh), like / self.layers.num_microbatches
+        begins, work = (_seconds(costs.least(number, machine, num_devices, begins=each)) for each in (True, False))
+        whole = [_seconds(costs.cost(number, mesh_costs, choice)) for choice in self._every_free_choice(submesh)]
+        seconds = np.maximum(_seconds(least), on_rows(np.min(whole, axis=0), begins, work, factor))
+        forward_s, backward_s = seconds.tolist()
+        return replace(least, forward_s=forward_s, backward_s=backward_s, weight_s=max(least.weight_s, backward_s / 2))
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.
@@ -610,36 +660,14 @@ class RangeCosts:
         return 2 * group.machine.transfer_s(nbytes, near)
 
 
-class OtherRows:
-    """What ranges of layers need at least for a number of microbatches, by the layers of others: nothing is solved."""
+def on_rows(whole: np.ndarray, begins: np.ndarray, work: np.ndarray, factor: float) -> np.ndarray:
+    """Return the least seconds on `factor` times the rows of what takes the `whole` time, as `RangeCosts.with_rows`."""
+    by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
+    return whole + (factor - 1) * by_rows
 
-    def __init__(self, each: Sequence[RangeCosts], num_microbatches: int) -> None:
-        """For each submesh, the first of `each` that are solved for there tell, or else the first of all."""
-        self.each = each
-        self.layers = replace(each[0].layers, num_microbatches=num_microbatches)
-        self.tables: dict[Submesh, RangeTable] = {}
 
-    def table(self, submesh: Submesh, asked: np.ndarray) -> RangeTable:
-        """Return the costs of the ranges [start, stop) that are asked for.
-
-        Half of a backward pass is taken to be the weight gradient, which is as much as schedules can make use of.
-        """
-        if submesh not in self.tables:
-            ranges = self._telling(submesh)
-            table = ranges.with_rows(submesh, ranges.layers.num_microbatches / self.layers.num_microbatches)
-            table.values[2] = table.values[1] / 2
-            self.tables[submesh] = table
-        table = self.tables[submesh]
-        return replace(table, values=np.where(asked[..., None], table.values, np.inf))
-
-    def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
-        """Return the seconds of activations and cotangents over a cut."""
-        first = self.each[0]
-        rows = first.layers.num_microbatches / self.layers.num_microbatches
-        return rows * first.transfer_s(cut, source, target, same_domain=same_domain)
-
-    def _telling(self, submesh: Submesh) -> RangeCosts:
-        return next((ranges for ranges in self.each if submesh in ranges.solved), self.each[0])
+def _seconds(cost: StageCost) -> np.ndarray:
+    return np.array([cost.forward_s, cost.backward_s])
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

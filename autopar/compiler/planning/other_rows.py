@@ -1,0 +1,47 @@
+"""Bound what ranges of layers need for a number of microbatches by the layers of others.
+
+RangeCosts of 2 microbatches, of 4, ...  ->  OtherRows of 8     seconds that ranges on a submesh do not undercut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.compiler.inter_op.stage_costs import RangeTable
+from autopar.compiler.inter_op.submeshes import Submesh
+from autopar.compiler.planning.stage_costs import RangeCosts
+
+
+class OtherRows:
+    """What ranges of layers need at least for a number of microbatches, by the layers of others: nothing is solved."""
+
+    def __init__(self, each: Sequence[RangeCosts], num_microbatches: int) -> None:
+        """For each submesh, the first of `each` that are solved for there tell, or else the first of all."""
+        self.each = each
+        self.layers = replace(each[0].layers, num_microbatches=num_microbatches)
+        self.tables: dict[Submesh, RangeTable] = {}
+
+    def table(self, submesh: Submesh, asked: np.ndarray) -> RangeTable:
+        """Return the costs of the ranges [start, stop) that are asked for.
+
+        Half of a backward pass is taken to be the weight gradient, which is as much as schedules can make use of.
+        """
+        if submesh not in self.tables:
+            ranges = self._telling(submesh)
+            table = ranges.with_rows(submesh, ranges.layers.num_microbatches / self.layers.num_microbatches)
+            table.values[2] = table.values[1] / 2
+            self.tables[submesh] = table
+        table = self.tables[submesh]
+        return replace(table, values=np.where(asked[..., None], table.values, np.inf))
+
+    def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
+        """Return the seconds of activations and cotangents over a cut."""
+        first = self.each[0]
+        rows = first.layers.num_microbatches / self.layers.num_microbatches
+        return rows * first.transfer_s(cut, source, target, same_domain=same_domain)
+
+    def _telling(self, submesh: Submesh) -> RangeCosts:
+        return next((ranges for ranges in self.each if submesh in ranges.solved), self.each[0])
