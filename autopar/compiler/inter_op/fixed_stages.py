@@ -65,7 +65,8 @@ def search_fixed_stages(
 ) -> StageSearch:
     """Return the partition into exactly `num_stages` stages that takes the least time, and `top` runners-up.
 
-    As soon as none takes less than `below_s`, it is any partition. Raises `MemoryTooSmall` if none fits.
+    As soon as none takes less than `below_s`, it is any partition, with no runners-up. Raises `MemoryTooSmall` if none
+    fits.
     """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
     fits = _fitting_stages(ways, num_stages, memory_bytes)
@@ -108,7 +109,7 @@ def search_fixed_stages(
     return StageSearch(
         best=best,
         lower_bound_s=min(lower_bound_s, best.step_time_s),
-        runners_up=_runners_up(ways, fits, submesh, best, best_cap_s, top),
+        runners_up=_runners_up(ways, fits, submesh, best, best_cap_s, top) if best.step_time_s < below_s else (),
         num_explored=len(tried),
     )
 

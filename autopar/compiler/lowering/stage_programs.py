@@ -96,7 +96,7 @@ def _emitted(graph: StageGraph, stages: Collection[int]) -> list[EmittedTask]:
 def mesh_on_one_device(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     """Return the programs of a mesh of one device."""
     stages, mesh = plan.stages_on(number), logical_mesh(plan.meshes[number])
-    types = {name: _type(graph, name, None, mesh) for name in graph.values}
+    types = _Types(graph, mesh, {})
     jaxprs = {executable_name(e): without_constraints(e.jaxpr) for e in _emitted(graph, stages)}
     return ShardedMesh(jaxprs=jaxprs | _zeros(graph, stages, types), types=types)
 
@@ -107,7 +107,7 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool =
     assert planned.sharding is not None
     mesh = logical_mesh(planned)
     layouts = {name: layout_from_text(text, mesh) for name, text in planned.sharding.layouts["values"].items()}
-    types = {name: _type(graph, name, layouts.get(name), mesh) for name in graph.values}
+    types = _Types(graph, mesh, layouts)
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
         layouts_of_task = task_layouts(task, planned.sharding, mesh, number)
@@ -150,11 +150,19 @@ def task_layouts(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, num
     return plan
 
 
-def _type(graph: StageGraph, name: str, layout: Layout | None, mesh: LogicalMesh) -> ArrayType:
-    value: Any = graph.values[name]
-    layout = replicated(len(value.shape)) if layout is None else layout
-    return ArrayType(
-        shape=border_shape(tuple(value.shape), layout, mesh),
-        dtype=str(value.dtype),
-        spec=border_spec(layout, mesh),
-    )
+class _Types(dict[str, ArrayType]):
+    """The types of values on a mesh, each found when it is first asked for: a mesh has few of those of a step."""
+
+    def __init__(self, graph: StageGraph, mesh: LogicalMesh, layouts: Mapping[str, Layout | None]) -> None:
+        super().__init__()
+        self.graph, self.mesh, self.layouts = graph, mesh, layouts
+
+    def __missing__(self, name: str) -> ArrayType:
+        value: Any = self.graph.values[name]
+        layout = self.layouts.get(name) or replicated(len(value.shape))
+        self[name] = ArrayType(
+            shape=border_shape(tuple(value.shape), layout, self.mesh),
+            dtype=str(value.dtype),
+            spec=border_spec(layout, self.mesh),
+        )
+        return self[name]

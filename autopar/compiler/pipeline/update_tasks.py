@@ -49,6 +49,7 @@ class UpdateRounds:
         self.update_rounds: dict[int, int] = {}
         self.roots: dict[tuple[int, int, int], list[int]] = {}
         self.outputs: dict[jc.Var, tuple[ValueKey, int]] = {}
+        self._closures: dict[tuple[int, ...], list[int]] = {}
         self._assign_placed()
         self._assign_effects()
         self._assign_values_for_microbatches()
@@ -71,7 +72,7 @@ class UpdateRounds:
             if own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED} and i not in self.placement.deferred:
                 readers.append(self.phases.rounds[i])
             if readers:
-                for v in jc.operands(eqn):
+                for v in self._operands[i]:
                     earliest[v] = min(earliest.get(v, self.last_group), *readers)
         return groups
 
@@ -83,7 +84,7 @@ class UpdateRounds:
     def _assign_placed(self) -> None:
         for i in sorted(i for i in self.groups if i in self.placement.stages):
             stage, group = self.placement.stages[i], self.groups[i]
-            self.update_rounds[i] = self._available(jc.operands(self.eqns[i]), stage, group)
+            self.update_rounds[i] = self._available(self._operands[i], stage, group)
             self.roots.setdefault((group, self.update_rounds[i], stage), []).append(i)
 
     def _available(self, variables: Sequence[jc.Var], stage: int, group: int) -> int:
@@ -103,11 +104,21 @@ class UpdateRounds:
                 if self.groups[i] == group:
                     update_round = max(update_round, self.update_rounds[i] + (self.placement.stages[i] != stage))
             elif self._floating(i) or self._is_alias_equation(i):
-                stack.extend(jc.operands(self.eqns[i]))
+                stack.extend(self._operands[i])
         return update_round
 
     def _floating(self, index: int) -> bool:
-        return self._runs_once(index) and index not in self.placement.stages
+        return index in self._without_place
+
+    @cached_property
+    def _without_place(self) -> frozenset[int]:
+        """The equations that run once per step and have no place."""
+        return frozenset(i for i in range(len(self.eqns)) if self._runs_once(i) and i not in self.placement.stages)
+
+    @cached_property
+    def _operands(self) -> list[list[jc.Var]]:
+        """By equation, the variables that it reads."""
+        return [jc.operands(eqn) for eqn in self.eqns]
 
     def _is_alias_equation(self, index: int) -> bool:
         return self.eqns[index].primitive is accumulate_p and self._is_alias(index)
@@ -122,7 +133,7 @@ class UpdateRounds:
     def _assign_values_for_microbatches(self) -> None:
         for (_, stage, round_number), indices in self.task_equations.items():
             for i in indices:
-                for v in jc.operands(self.eqns[i]):
+                for v in self._operands[i]:
                     producer = self.producer.get(v)
                     if (
                         producer is not None
@@ -180,11 +191,11 @@ class UpdateRounds:
             if v in self.placement.homes:
                 stages.append(self.placement.homes[v])
             elif i is not None and self._floating(i):
-                stack.extend(jc.operands(self.eqns[i]))
+                stack.extend(self._operands[i])
         return max(stages)
 
     def _add_root(self, index: int, stage: int, group: int) -> None:
-        update_round = self._available(jc.operands(self.eqns[index]), stage, group)
+        update_round = self._available(self._operands[index], stage, group)
         roots = self.roots.setdefault((group, update_round, stage), [])
         if index not in roots:
             roots.append(index)
@@ -266,16 +277,19 @@ class UpdateRounds:
 
     def equations(self, key: tuple[int, int, int]) -> list[int]:
         """A task's equations with those without a place that they need, in program order."""
-        closure = set(self.roots[key])
-        stack = list(closure)
-        while stack:
-            index = stack.pop()
-            for v in jc.operands(self.eqns[index]):
-                i = self.producer.get(v)
-                if i is not None and i not in closure and self._floating(i):
-                    closure.add(i)
-                    stack.append(i)
-        return sorted(closure)
+        roots = tuple(self.roots[key])
+        if roots not in self._closures:
+            closure = set(roots)
+            stack = list(closure)
+            while stack:
+                index = stack.pop()
+                for v in self._operands[index]:
+                    i = self.producer.get(v)
+                    if i is not None and i not in closure and i in self._without_place:
+                        closure.add(i)
+                        stack.append(i)
+            self._closures[roots] = sorted(closure)
+        return self._closures[roots]
 
     def source(self, v: jc.Var, reader: int, stage: int) -> ValueKey:
         """The value that equation `reader` means by operand `v`."""
@@ -300,7 +314,7 @@ class UpdateRounds:
         reads = dict.fromkeys(
             k
             for i in steps
-            for v in jc.operands(self.eqns[i])
+            for v in self._operands[i]
             if v not in consts and (k := self.source(v, i, stage)) not in made
         )
         roots = set(self.roots[key])
@@ -334,14 +348,14 @@ class UpdateRounds:
     def _reads_of(self, key: tuple[int, int, int]) -> frozenset[ValueKey]:
         """Return the values that a task's equations read."""
         steps = self.equations(key)
-        return frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
+        return frozenset(self.source(v, i, key[2]) for i in steps for v in self._operands[i])
 
     @cached_property
     def _read_by_microbatches(self) -> frozenset[ValueKey]:
         read: set[ValueKey] = set()
         for (_, stage, _), indices in self.task_equations.items():
             for i in indices:
-                for v in jc.operands(self.eqns[i]):
+                for v in self._operands[i]:
                     producer = self.producer.get(v)
                     floating = producer is not None and self._floating(producer)
                     read.add(floating_key(v, stage) if floating else (v, None))

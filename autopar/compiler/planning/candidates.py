@@ -142,7 +142,8 @@ def worth_splitting(problem: StageProblem, num_microbatches: int) -> bool:
     trace, method = problem.trace, problem.method
     if method.num_microbatches is not None:
         return True
-    if trace.at_other_batch is None:
+    as_one, _ = trace.at_batch_of(trace.num_rows // num_microbatches)
+    if as_one is None and trace.at_other_batch is None:
         return False
     options = {"batch_statistics": method.batch_statistics, "random": method.random}
     return not waits_for_statistics(trace, num_microbatches, **options)

@@ -74,6 +74,16 @@ class LayerClass:
         """Equal for layers that compute the same from values in the same places."""
         return class_key(self)
 
+    @cached_property
+    def types(self) -> Mapping[str, Any]:
+        """The types of all values between the tasks."""
+        types: dict[str, Any] = {}
+        for task in self.tasks:
+            jaxpr = jc.open_jaxpr(task.jaxpr)[0]
+            types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
+            types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
+        return types
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:

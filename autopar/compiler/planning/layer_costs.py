@@ -158,7 +158,7 @@ class LayerCosts:
         seconds = {
             phase: (anew if begins else whole).on(num_devices) for phase, (whole, anew) in self.works[key].items()
         }
-        types = task_value_types(layer)
+        types = layer.types
 
         def least_bytes(names: Iterable[str]) -> float:
             return sum(aval_bytes(types[name]) for name in names if name in types) / num_devices
@@ -218,7 +218,7 @@ class LayerCosts:
 
     def _at_borders(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> dict[str, tuple[Layout, ...]]:
         layer, border = self.classes[number], self._border(number, mesh_costs, free)
-        types = task_value_types(layer)
+        types = layer.types
         return {
             name: (border[_type(types[name])],)
             for name in layer.batch_axes
@@ -242,7 +242,7 @@ def layer_constraints(
     pinned = pinned_layouts(layer, mesh)
     if splits is None:
         return replace(layer.constraints, allowed={**(usual or {}), **pinned}, equations=equations)
-    types = task_value_types(layer)
+    types = layer.types
     every = {
         name: even_layouts(tuple(aval.shape), mesh)
         for name, aval in types.items()
@@ -258,7 +258,7 @@ def layer_constraints(
 
 def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that the user fixed; raise `InvalidArgument` for what the mesh or the shapes cannot keep."""
-    types = task_value_types(layer)
+    types = layer.types
     in_parts = {
         name: layouts
         for name, demand in layer.in_parts.items()
@@ -275,7 +275,7 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
 
 def memory_charges(layer: LayerClass, cost: StageCost, memory_multiplier: float) -> dict[str, float]:
     """Return the seconds that each byte of a value costs: all of them whole cost a multiple of the step's time."""
-    types = task_value_types(layer)
+    types = layer.types
     times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
     step_s = times * (cost.forward_s + cost.backward_s) + cost.update_s
     weights = {n: 1.0 for n in layer.state if n in types}
@@ -367,7 +367,7 @@ def stage_memory(
     part_share: float = 1.0,
 ) -> StageMemory:
     """Return the memory of a layer or a stage, by the layouts of its values and what its tasks need on a device."""
-    types = task_value_types(layer)
+    types = layer.types
     counted = layer.state | layer.kept | layer.fed
 
     def total_bytes(names: Iterable[str]) -> float:
@@ -399,16 +399,6 @@ def _counted(task: GroupTask, names: frozenset[str]) -> frozenset[str]:
     return names.intersection((*task.inputs, *made))
 
 
-def task_value_types(layer: LayerClass) -> Mapping[str, Any]:
-    """Return the types of all values between the tasks."""
-    types: dict[str, Any] = {}
-    for task in layer.tasks:
-        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
-        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
-        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
-    return types
-
-
 def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
     """Return the bytes of a value on one device."""
     return aval_bytes(aval) / (1 if layout is None else num_shards(aval.shape, layout, mesh))
@@ -416,7 +406,7 @@ def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
 
 def _border(layer: LayerClass, solved: GroupPlan) -> dict[Any, Layout]:
     """Return by type the layout in which activations and examples cross the borders of a layer."""
-    types = task_value_types(layer)
+    types = layer.types
     return {
         _type(types[name]): layout
         for name, layout in solved.layouts.items()
@@ -426,7 +416,7 @@ def _border(layer: LayerClass, solved: GroupPlan) -> dict[Any, Layout]:
 
 def _as_they_came(layer: LayerClass) -> dict[str, str]:
     """Activations and cotangents leave in the layout of those of their type that came in."""
-    types = task_value_types(layer)
+    types = layer.types
     made = {name for task in layer.tasks for name in task.outputs}
     came = {_type(types[n]): n for n in layer.batch_axes if n in types and n not in made}
     return {

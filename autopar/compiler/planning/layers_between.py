@@ -16,7 +16,6 @@ from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs.sizes_between import NotBetween, program_between
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.planning.layer_classes import LayerClass, Layers
-from autopar.compiler.planning.layer_costs import task_value_types
 
 
 def layers_between(
@@ -73,7 +72,7 @@ def _without_sizes(layer: LayerClass) -> object:
 
 def _batch_axes(one: LayerClass, other: LayerClass) -> dict[str, int | None]:
     """Return the axes that hold examples: where the guesses by their size differ, the one whose size does."""
-    types, twins = task_value_types(one), task_value_types(other)
+    types, twins = one.types, other.types
     axes: dict[str, int | None] = {}
     for name, axis in one.batch_axes.items():
         axes[name] = axis

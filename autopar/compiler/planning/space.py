@@ -241,10 +241,14 @@ class Space:
             last = most if self.is_large else min(2 * (few - 1), most)
             yield few, last
             few = last + 1
-        marked = any(is_layer_boundary(eqn) for eqn in jc.all_equations(self.cuttable.trace.jaxpr))
-        if self.cuttable.takes_all_devices and self.problem.method.layers is None and not marked:
+        if self.cuttable.takes_all_devices and self.problem.method.layers is None and not self.marks_layers:
             # All are of one size, so that between too few of them and more than the layers there may be none.
             yield from ((number, number) for number in equal_counts(self.cuttable, most + 1, self.problem.num_devices))
+
+    @cached_property
+    def marks_layers(self) -> bool:
+        """True if the model says where layers end."""
+        return any(is_layer_boundary(eqn) for eqn in jc.all_equations(self.cuttable.trace.jaxpr))
 
     @cached_property
     def most_of_known(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def cached(problem: MRF, directory: Path | None, make: Callable[[], Optimum], *m
     kept = None if text is None else _optimum_of(text)
     if kept is None or not _holds(problem, kept):
         kept = make()
-        keep_text(directory, name, json.dumps(asdict(kept)))
+        keep_text(directory, name, json.dumps(vars(kept)))
     return kept
 
 
