@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from autopar.compiler.frontend.scopes import all_scopes
 from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.guard_callbacks import guard_callbacks
@@ -37,8 +38,9 @@ from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
-from autopar.compiler.planning.stage_costs import StageProblem, check_kinds
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
+from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -113,7 +115,7 @@ def _plan_of_method(
                 checked=checked,
                 named_stages=named_stages(trace, method, cluster),
             )
-            check_kinds(problem)
+            _check_kinds(problem)
             plan = search_with_offload(problem, simulated)
         case Zero() | TensorParallel() | ExpertParallel():
             refuse_too_large_a_state(trace, method.memory, cluster)
@@ -157,3 +159,27 @@ def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
         program = lower(graph, plan, leaf_sizes=batch_sizes, donated_leaves=donated, on_paper=on_paper)
     program.verify()
     return program if on_paper or plan.num_devices == 1 else guard_callbacks(program)
+
+
+def _check_kinds(problem: StageProblem) -> None:
+    """Raise `InvalidArgument` for a mesh, stages or scopes that the kinds of parallelism of a method do not allow."""
+    method, stages = problem.method, problem.num_stages or len(problem.named_stages) or 1
+    if method.kinds is None:
+        return
+    scopes = () if method.ignore_user_shardings else all_scopes(problem.trace.jaxpr)
+    if stages > 1 and not method.allows_stages:
+        what = f"mesh_shape {method.mesh_shape} makes {stages} stages of {problem.num_devices} devices"
+        if problem.named_stages:
+            what = f"{problem.trace.name} names the stages {', '.join(map(str, problem.named_stages))}"
+        raise InvalidArgument(
+            f'{what}, and kinds {method.kinds} has no "pipeline", without which there is one stage. Add "pipeline" to '
+            "kinds, or let all devices be one mesh."
+        )
+    for scope in scopes:
+        needed = {"split": ("tensor", "expert", "sequence"), "replicate": ("data",)}.get(scope.kind, ())
+        asks = scope.kind == "split" or (scope.devices or 1) > 1
+        if needed and asks and not set(needed) & set(method.kinds):
+            raise InvalidArgument(
+                f"{problem.trace.name} has {scope}, which needs {' or '.join(map(repr, needed))} among the kinds, and "
+                f"these are {method.kinds}. Add it, leave the scope out, or give ignore_user_shardings=True."
+            )

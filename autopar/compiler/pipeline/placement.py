@@ -16,12 +16,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, NESTED, PRODUCTS, REORDERINGS, WIDENING
@@ -417,7 +416,7 @@ class _Placer:
 
 def _size(v: jc.Var) -> int:
     aval: Any = v.aval
-    return int(np.prod(aval.shape))
+    return math.prod(aval.shape)
 
 
 class _Classes:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
-from autopar.compiler.frontend.scopes import ModelScope, all_scopes, meshes_of
+from autopar.compiler.frontend.scopes import ModelScope, meshes_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
@@ -44,7 +44,6 @@ from autopar.compiler.planning.layer_costs import (
 from autopar.compiler.planning.layers_between import layers_between
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.schedule import Schedule
@@ -196,30 +195,6 @@ class StageProblem:
     def expected_bytes(self) -> tuple[float, ...]:
         """By group, the bytes of a device that the sum over a stage's layers may reach."""
         return tuple(self.share * self.memory_of(shape) for shape in self.clusters)
-
-
-def check_kinds(problem: StageProblem) -> None:
-    """Raise `InvalidArgument` for a mesh, stages or scopes that the kinds of parallelism of a method do not allow."""
-    method, stages = problem.method, problem.num_stages or len(problem.named_stages) or 1
-    if method.kinds is None:
-        return
-    scopes = () if method.ignore_user_shardings else all_scopes(problem.trace.jaxpr)
-    if stages > 1 and not method.allows_stages:
-        what = f"mesh_shape {method.mesh_shape} makes {stages} stages of {problem.num_devices} devices"
-        if problem.named_stages:
-            what = f"{problem.trace.name} names the stages {', '.join(map(str, problem.named_stages))}"
-        raise InvalidArgument(
-            f'{what}, and kinds {method.kinds} has no "pipeline", without which there is one stage. Add "pipeline" to '
-            "kinds, or let all devices be one mesh."
-        )
-    for scope in scopes:
-        needed = {"split": ("tensor", "expert", "sequence"), "replicate": ("data",)}.get(scope.kind, ())
-        asks = scope.kind == "split" or (scope.devices or 1) > 1
-        if needed and asks and not set(needed) & set(method.kinds):
-            raise InvalidArgument(
-                f"{problem.trace.name} has {scope}, which needs {' or '.join(map(repr, needed))} among the kinds, and "
-                f"these are {method.kinds}. Add it, leave the scope out, or give ignore_user_shardings=True."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
