@@ -109,15 +109,26 @@ def search_fixed_stages(
     return StageSearch(
         best=best,
         lower_bound_s=min(lower_bound_s, best.step_time_s),
-        runners_up=_runners_up(ways, fits, submesh, best, best_cap_s, top) if best.step_time_s < below_s else (),
+        runners_up=_runners_up(ways, fits, submesh, best, best_cap_s, top, below_s),
         num_explored=len(tried),
     )
 
 
 def _runners_up(
-    ways: _Ways, fits: Sequence[np.ndarray], submesh: Submesh, best: Partition, best_cap_s: float, top: int
+    ways: _Ways,
+    fits: Sequence[np.ndarray],
+    submesh: Submesh,
+    best: Partition,
+    best_cap_s: float,
+    top: int,
+    below_s: float,
 ) -> tuple[Partition, ...]:
-    """Return the fastest of the next shortest paths under no cap, and under that of the best partition."""
+    """Return the fastest of the next shortest paths under no cap, and under that of the best partition.
+
+    None where that takes no less than `below_s`.
+    """
+    if best.step_time_s >= below_s:
+        return ()
     near = [stages for cap_s in (best_cap_s, math.inf) for _, stages in _shortest(ways, fits, cap_s, 1 + top)]
     others = {each.stages: each for each in (_partition(stages, ways, submesh) for stages in near)}
     others.pop(best.stages, None)
