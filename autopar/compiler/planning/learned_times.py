@@ -31,6 +31,8 @@ KNOWN_SLACK = 0.995
 """The same, of stages that are all known, in whichever schedule, and of steps with others that are alike."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
+_STEADY_SHARE = 0.998
+"""The same, where such plans were simulated to take what their stages take."""
 _ROUNDING = 1 - 1e-9
 """Of a bound: what sums in another order may differ by."""
 
@@ -57,6 +59,8 @@ class LearnedTimes:
     """By submesh, and whether stages are computed again: the share that the last ones took, for want of memory too."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    unlike: dict[int, float] = field(default_factory=dict[int, float])
+    """By the number of stages, the most by which this share differed from 1."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
     """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
     splitting: set[bool] = field(default_factory=set[bool])
@@ -88,6 +92,7 @@ class LearnedTimes:
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
         number, key = len(candidate.stages), _alike(candidate)
+        self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
         self.splitting.add(candidate.timing.schedule.splits_weight_gradients)
         self.simulated[number] = min(share, self.simulated.get(number, share))
         self.alike[key] = min(share, self.alike.get(key, share))
@@ -112,11 +117,15 @@ class LearnedTimes:
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
 
-        Plans with as many stages and microbatches in one schedule send alike values in an alike order.
+        Plans with as many stages and microbatches in one schedule send alike values in an alike order. Others are taken
+        to differ from what their stages take twice as much as plans of no fewer stages did.
         """
+        number = len(candidate.stages)
+        unlike = max((most for many, most in self.unlike.items() if many >= number), default=1.0)
+        steady = min(_STEADY_SHARE, 1 - 2 * unlike)
         if (share := self.alike.get(_alike(candidate))) is not None:
-            return KNOWN_SLACK * share
-        return _SIMULATED_SHARE * self.simulated_share(len(candidate.stages))
+            return max(KNOWN_SLACK, steady) * share
+        return max(_SIMULATED_SHARE, steady) * self.simulated_share(number)
 
     @property
     def step_share(self) -> float:

@@ -531,8 +531,10 @@ class RangeCosts:
         sums = self._least_sums(submesh, begins=True), self._least_sums(submesh, begins=False)
         begins, work = (np.moveaxis(each[None, :] - each[:-1, None], -1, 0)[..., None] for each in sums)
         values = given.values.copy()
-        there = np.isfinite(values[:3])
-        values[:3] = np.where(there, on_rows(np.where(there, values[:3], 0.0), begins, work, factor), np.inf)
+        whole = values[:3]
+        there = np.isfinite(whole)
+        by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
+        values[:3] = np.where(there, whole + (factor - 1) * np.where(there, by_rows, 0.0), np.inf)
         values[5:7] *= factor
 
         def cost(start: int, stop: int, slot: int) -> StageCost:
@@ -606,18 +608,20 @@ class RangeCosts:
     def _least(self, number: int, submesh: Submesh, others: tuple[int, LayerCosts] | None) -> StageCost:
         """Return what a layer needs at least on a submesh where it is not solved for, by its work.
 
-        And by the time of `others`, as `with_rows`. Half of a backward pass is then taken to be the weight gradient,
-        which is as much as schedules can make use of.
+        And by the time of `others`: more rows take no less, and fewer save no more than their share of what does not
+        begin anew for each microbatch. Half of a backward pass is then taken to be the weight gradient: schedules can
+        make use of no more.
         """
         machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
         least = self.costs.least(number, machine, num_devices)
         if others is None:
             return least
         like, costs = others
-        mesh_costs, factor = self._mesh_costs(submesh), like / self.layers.num_microbatches
-        begins, work = (_seconds(costs.least(number, machine, num_devices, begins=each)) for each in (True, False))
-        whole = [_seconds(costs.cost(number, mesh_costs, choice)) for choice in self._every_free_choice(submesh)]
-        seconds = np.maximum(_seconds(least), on_rows(np.min(whole, axis=0), begins, work, factor))
+        mesh_costs, factor = self._mesh_costs(submesh), min(1.0, like / self.layers.num_microbatches)
+        begins = _seconds(costs.least(number, machine, num_devices, begins=True))
+        each = [_seconds(costs.cost(number, mesh_costs, choice)) for choice in self._every_free_choice(submesh)]
+        whole = np.min(each, axis=0)
+        seconds = np.maximum(_seconds(least), whole - (1 - factor) * np.maximum(whole - begins, 0.0))
         forward_s, backward_s = seconds.tolist()
         return replace(least, forward_s=forward_s, backward_s=backward_s, weight_s=max(least.weight_s, backward_s / 2))
 
@@ -633,12 +637,6 @@ class RangeCosts:
         group = self.problem.hardware.groups[source.group]
         near = group.num_devices <= group.machine.domain if same_domain is None else same_domain
         return 2 * group.machine.transfer_s(nbytes, near)
-
-
-def on_rows(whole: np.ndarray, begins: np.ndarray, work: np.ndarray, factor: float) -> np.ndarray:
-    """Return the least seconds on `factor` times the rows of what takes the `whole` time, as `RangeCosts.with_rows`."""
-    by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
-    return whole + (factor - 1) * by_rows
 
 
 def _seconds(cost: StageCost) -> np.ndarray:

@@ -114,6 +114,18 @@ def test_a_simulated_plan_tells_more_of_plans_that_are_like_it(candidates):
     assert learned.least_simulated_share(more) == pytest.approx(0.98 * 1.05)
 
 
+def test_plans_that_take_what_their_stages_take_tell_of_others_of_no_more_stages(candidates):
+    one = next(candidate for candidate in candidates if len(candidate.stages) == 2)
+    more = dataclasses.replace(one, stages=one.stages * 2)
+    for share, least in ((1.0, 0.998), (1.004, 0.992), (1.05, 0.98)):
+        learned = LearnedTimes()
+        learned.learn_simulated(more, share)
+        assert learned.least_simulated_share(one) == pytest.approx(least)
+        learned = LearnedTimes()
+        learned.learn_simulated(one, share)
+        assert learned.least_simulated_share(more) == pytest.approx(0.98 * share)
+
+
 def test_one_completed_step_tells_of_others(candidates):
     learned = LearnedTimes()
     assert learned.step_share == learned.least_share == 0.85

@@ -6,11 +6,12 @@ import math
 import pytest
 
 import autopar
-from autopar.compiler.inter_op.submeshes import divides_as_well
+from autopar.compiler.inter_op.submeshes import cluster_shape, divides_as_well
 from autopar.compiler.planning.candidates import stage_candidates
+from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.space import Space, Stages
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from tests.compiler.planning.test_free_search import arguments, train_step
 
 
@@ -80,3 +81,35 @@ def region_of(state, num_microbatches):
 def test_parts_divide_among_devices_as_well_as_others():
     assert [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if divides_as_well(96, n, 4, 8)] == [1, 2, 3, 4, 6, 12, 24]
     assert divides_as_well(96, 8, 32, 8) and divides_as_well(96, 8, 16, 5)
+
+
+@pytest.mark.parametrize(("like", "count"), [(8, 4), (4, 8), (8, 6), (6, 8), (16, 2)])
+def test_layers_of_other_numbers_bound_those_that_are_not_solved_for(problem, like, count):
+    known, submesh, free = KnownLayers.of(problem), cluster_shape(2, 8), LayoutChoice(0.0)
+
+    def whole_s(ranges):
+        cost = ranges.cost(0, len(ranges.layers.class_of), submesh, free)
+        return cost.forward_s + cost.backward_s
+
+    by_work = RangeCosts(problem, *known(count, False, splits=False))
+    assert not by_work.is_told(submesh)
+    work_s = whole_s(by_work)
+    other = RangeCosts(problem, *known(like, False, splits=False))
+    other.solve({submesh})
+    whole_s(other)
+    told = RangeCosts(problem, *known(count, False, splits=False))
+    assert told.is_told(submesh)
+    told_s = whole_s(told)
+    told.solve({submesh})
+    assert work_s < told_s <= 1.01 * whole_s(told)
+
+
+def test_one_microbatch_and_fewer_rows_than_devices_tell_nothing(problem):
+    known, submesh = KnownLayers.of(problem), cluster_shape(2, 8)
+    for like, count in ((1, 8), (8, 1), (96, 8)):
+        other = RangeCosts(problem, *known(like, False, splits=False))
+        other.solve({submesh})
+        other.cost(0, 1, submesh, LayoutChoice(0.0))
+        ranges = RangeCosts(problem, *known(count, False, splits=False))
+        assert not ranges.is_told(submesh)
+        del problem.known[like, False, False]
