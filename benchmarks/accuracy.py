@@ -4,11 +4,11 @@
     python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
     python -m benchmarks.accuracy --measurements measurements.csv --leave-out --calibrate 0.2
 
-No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
-are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`), or, with
---path, of a sample by a digest of each row, planned and simulated too (`eager_steps`). Steps that are planned take
-seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run that is
-interrupted reports on the rows before.
+No accelerator is needed: the machines are those of `autopar/hardware/machines`. Every row is planned and simulated by
+the compiler: steps of JAX programs by their plans (`accuracy_steps`), runs of other frameworks by their degrees
+(`eager_steps`). That takes seconds a row, so that of runs a fifth is predicted by default, the same one in every run.
+What is predicted is kept in a journal beside the JSON, from which the same command goes on; a run that is interrupted
+reports on the rows before.
 
 No rule asks where a row is from: its source, which may be empty, is a label that rows are reported by. With
 --calibrate, ten physical scalars per site, which is an executor on a kind of hardware, of one host or of several, are
@@ -20,27 +20,27 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import AutoparError, InvalidArgument
-from benchmarks.accuracy_cases import Case, Unusable, case_of
-from benchmarks.accuracy_fit import Predict, by_operators, evaluated_runs
+from benchmarks.accuracy_cases import Case as RunCase
+from benchmarks.accuracy_cases import Unusable, case_of
+from benchmarks.accuracy_fit import Scalars, evaluated_runs
 from benchmarks.accuracy_journal import Entry, Journal
-from benchmarks.accuracy_report import Evaluated, Predicted, by_source, figures, without_the_largest
-from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
+from benchmarks.accuracy_report import Case, Evaluated, Predicted, by_source, figures, without_the_largest
+from benchmarks.accuracy_rows import RUNS, STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, step_case_of
-from benchmarks.accuracy_steps import predicted as predicted_step
-from benchmarks.eager_steps import by_path as predicted_by_path
-from benchmarks.eager_steps import priced, traced_key, unusable_reason
-from benchmarks.training_model.prices import Scalars
+from benchmarks.accuracy_steps import priced as priced_step
+from benchmarks.eager_steps import by_parts, check_expressed, traced_key
+from benchmarks.eager_steps import priced as priced_run
 
-_SAMPLE_BY_PATH = 0.2
+_SAMPLE = {RUNS: 0.2, STEPS: 1.0}
 _NOT_REACHED = "was not reached: the run was stopped, and the same command goes on"
 
 
@@ -49,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measurements", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
     parser.add_argument("--calibrate", type=float, metavar="FRACTION", help="fit scalars to this share of the rows")
     parser.add_argument(
-        "--sample", type=float, metavar="FRACTION", help="of the rows, by a digest of each; of runs by --path 0.2"
+        "--sample", type=float, metavar="FRACTION", help="of the rows, by a digest of each; of runs 0.2 by default"
     )
-    parser.add_argument("--path", action="store_true", help="price runs by the compiler's path, seconds for each row")
     parser.add_argument("--leave-out", action="store_true", help="predict each source without its rows too")
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
     parser.add_argument(
@@ -67,16 +66,13 @@ def main(arguments: argparse.Namespace) -> None:
             "tested. Give one like 0.2."
         )
     began_s, began_cpu_s = time.monotonic(), time.process_time()
-    fraction = (_SAMPLE_BY_PATH if arguments.path else 1.0) if arguments.sample is None else arguments.sample
-    measurements = sampled(read_measurements(arguments.measurements), fraction)
+    measurements = read_measurements(arguments.measurements)
+    measurements = sampled(
+        measurements, _SAMPLE[measurements.columns] if arguments.sample is None else arguments.sample
+    )
     journal = Journal(arguments.json and arguments.json.with_suffix(".journal"))
     report = accuracy_report(
-        measurements,
-        arguments.calibrate,
-        rows=arguments.rows,
-        leave_out=arguments.leave_out,
-        journal=journal,
-        by_path=arguments.path,
+        measurements, arguments.calibrate, rows=arguments.rows, leave_out=arguments.leave_out, journal=journal
     )
     Console().print(_table(report))
     if arguments.leave_out and not arguments.calibrate:
@@ -105,19 +101,17 @@ def accuracy_report(
     rows: bool = False,
     leave_out: bool = False,
     journal: Journal | None = None,
-    by_path: bool = False,
 ) -> dict[str, Any]:
     """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
     skipped: Skipped = defaultdict(list)
+    journal = journal or Journal(None)
     scalars: dict[str, Scalars] = {}
     if measurements.columns is STEPS:
         _check_steps(fraction, leave_out)
-        evaluated = _evaluated_steps(measurements, skipped, journal or Journal(None))
+        evaluated = _evaluated_steps(measurements, skipped, journal)
     else:
-        cases, predict = _usable(measurements, skipped), by_operators
-        if by_path:
-            cases, predict = _planned(cases, skipped, journal or Journal(None))
-        evaluated, scalars = evaluated_runs(cases, fraction, predict, leave_out=leave_out)
+        cases, entries = _priced(_runs(measurements, skipped), priced_run, skipped, journal)
+        evaluated, scalars = evaluated_runs(cases, fraction, by_parts(entries), leave_out=leave_out)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "leave_out": leave_out,
@@ -153,47 +147,63 @@ def sampled(measurements: Measurements, fraction: float) -> Measurements:
     return replace(measurements, rows=tuple(row for row in measurements.rows if place(row) < fraction))
 
 
-def _usable(measurements: Measurements, skipped: Skipped) -> list[Case]:
-    """The runs that can be predicted; the others are put in `skipped`."""
-    cases: list[Case] = []
+_C = TypeVar("_C", bound=Case)
+
+
+def _usable(measurements: Measurements, make: Callable[[Row], _C], skipped: Skipped) -> list[_C]:
+    """The rows that are cases; the others are put in `skipped`."""
+    cases: list[_C] = []
     for row in measurements.rows:
         try:
-            cases.append(case_of(row))
+            cases.append(make(row))
         except Unusable as why:
             skipped[row.source, str(why)].append(row)
     return cases
 
 
-def _planned(cases: Sequence[Case], skipped: Skipped, journal: Journal) -> tuple[list[Case], Predict]:
-    """Plan the runs that can be expressed, and return these with what predicts them; others are put in `skipped`."""
-    expressed: list[Case] = []
-    for case in cases:
-        if reason := unusable_reason(case):
-            skipped[case.row.source, reason].append(case.row)
-        else:
-            expressed.append(case)
-    # Small models first, and rows of one model one after the other: it is traced once.
-    expressed.sort(key=lambda case: (case.model.layers, repr(traced_key(case))))
-    found: list[Case] = []
+def _runs(measurements: Measurements, skipped: Skipped) -> list[RunCase]:
+    """The runs that can be predicted: small models first, and rows of one model, which is traced once, in a row."""
+    cases = _usable(measurements, lambda row: check_expressed(case_of(row)), skipped)
+    return sorted(cases, key=lambda case: (case.model.layers, repr(traced_key(case))))
+
+
+def _steps(measurements: Measurements, skipped: Skipped) -> list[StepCase]:
+    """The steps of JAX programs that can be predicted, rows of one model in a row."""
+    cases, models = _usable(measurements, step_case_of, skipped), dict[object, int]()
+    return sorted(cases, key=lambda case: models.setdefault(case.model, len(models)))
+
+
+def _priced(
+    cases: Sequence[_C], price: Callable[[_C], Entry], skipped: Skipped, journal: Journal
+) -> tuple[list[_C], dict[str, Entry]]:
+    """The cases that the compiler plans, and what it says of each by the digest of its row; the journal's word first.
+
+    Cases that are refused, and those that are left when the run is interrupted, are put in `skipped`.
+    """
+    found: list[_C] = []
     entries: dict[str, Entry] = {}
     progress = Console(stderr=True)
-    for number, case in enumerate(expressed, start=1):
-        progress.print(f"[{number}/{len(expressed)}] {case.row.name}", markup=False, highlight=False)
+    for number, case in enumerate(cases, start=1):
+        progress.print(f"[{number}/{len(cases)}] {case.row.name}", markup=False, highlight=False)
         entry = journal.known(case.row)
         if entry is None:
             try:
-                entry = priced(case)
+                entry = price(case)
+            except Unusable as why:
+                entry = Entry(unusable=str(why))
             except KeyboardInterrupt:
-                for each in expressed[number - 1 :]:
+                for each in cases[number - 1 :]:
                     skipped[each.row.source, _NOT_REACHED].append(each.row)
                 break
             journal.add(case.row, entry)
-        entries[case.row.digest] = entry
         if entry.unusable:
             skipped[case.row.source, entry.unusable].append(case.row)
-        else:
-            found.append(case)
-    return found, predicted_by_path(entries)
+            continue
+        found.append(case)
+        entries[case.row.digest] = entry
+        error = "" if case.measured_s is None else f", {100 * (entry.step_s / case.measured_s - 1):+.1f} %"
+        progress.print(f"    {entry.step_s:.4g} s{error}", markup=False, highlight=False)
+    return found, entries
 
 
 def _check_steps(fraction: float | None, leave_out: bool) -> None:
@@ -210,47 +220,15 @@ def _check_steps(fraction: float | None, leave_out: bool) -> None:
 
 
 def _evaluated_steps(measurements: Measurements, skipped: Skipped, journal: Journal) -> list[Evaluated]:
-    """The predictions of JAX programs as the compiler prices them; what cannot be predicted is put in `skipped`."""
-    by_model: defaultdict[object, list[StepCase]] = defaultdict(list)
-    for row in measurements.rows:
-        try:
-            case = step_case_of(row)
-            by_model[case.model].append(case)
-        except Unusable as why:
-            skipped[row.source, str(why)].append(row)
-    # Rows of one model one after the other: it is traced once.
-    cases = [case for alike in by_model.values() for case in alike]
+    """The predictions of JAX programs as the compiler prices them."""
+    cases, entries = _priced(_steps(measurements, skipped), priced_step, skipped, journal)
     found: list[Evaluated] = []
-    progress = Console(stderr=True)
-    for number, case in enumerate(cases, start=1):
-        progress.print(f"[{number}/{len(cases)}] {case.row.name}", markup=False, highlight=False)
-        try:
-            each = _predicted_step(case, journal)
-            found.append(Evaluated(plain=each))
-            error = "" if case.measured_s is None else f", {100 * each.error:+.1f} %"
-            progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
-        except Unusable as why:
-            skipped[case.row.source, str(why)].append(case.row)
-        except KeyboardInterrupt:
-            for each in cases[number - 1 :]:
-                skipped[each.row.source, _NOT_REACHED].append(each.row)
-            break
+    for case in cases:
+        entry = entries[case.row.digest]
+        peak_bytes = entry.peak_bytes
+        plain = Predicted(case=case, step_s=entry.step_s, peak_bytes=peak_bytes, tensor_bytes=peak_bytes)
+        found.append(Evaluated(plain=plain))
     return sorted(found, key=lambda each: each.row.line)
-
-
-def _predicted_step(case: StepCase, journal: Journal) -> Predicted:
-    """What the journal knows of a row, or else what the compiler says; `Unusable` from either."""
-    entry = journal.known(case.row)
-    if entry is None:
-        try:
-            each = predicted_step(case)
-            entry = Entry(step_s=each.step_s, peak_bytes=each.peak_bytes)
-        except Unusable as why:
-            entry = Entry(unusable=str(why))
-        journal.add(case.row, entry)
-    if entry.unusable:
-        raise Unusable(entry.unusable)
-    return Predicted(case=case, step_s=entry.step_s, peak_bytes=entry.peak_bytes, tensor_bytes=entry.peak_bytes)
 
 
 def _row_report(each: Evaluated) -> dict[str, Any]:

@@ -10,12 +10,47 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.hardware.machine import Machine, machines
-from benchmarks.accuracy_frameworks import habits_of, machine_of, with_kernel, with_release
-from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
+from benchmarks.accuracy_frameworks import Habits, habits_of, machine_of, with_kernel
+from benchmarks.accuracy_models import Transformer, gpt_heads, gpt_of_size, named_transformer
 from benchmarks.accuracy_rows import NUMBERS, Row
-from benchmarks.training_model.known_models import gpt_heads, gpt_of_size, named_transformer
-from benchmarks.training_model.layout import Habits, Layout
-from benchmarks.training_model.models import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a row's model is trained: degrees of parallelism, sizes of batches, recomputation.
+
+    Devices are numbered with tensor parallelism innermost, then context, data and pipeline parallelism, as Megatron-LM
+    does (Narayanan et al. 2021).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Virtual stages of each device: interleaved 1F1B if more than one."""
+    cp: int = 1
+    ep: int = 1
+    """Experts are spread over `ep` devices of those that hold different data."""
+    zero: int = 0
+    """1 shards the optimizer's states over data parallelism, 2 the gradients too, 3 the parameters too."""
+    microbatch: int
+    """Samples of one microbatch in one data-parallel group."""
+    microbatches: int
+    """Of one step, in one data-parallel group."""
+    sequence: int
+    recompute: str = "none"
+    """"none", "selective" (attention's scores) or "full" (whole layers)."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: equally many."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Samples of one step."""
+        return self.dp * self.microbatch * self.microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +65,7 @@ class Case:
     measured_s: float | None
     """None if it ran out of memory."""
     out_of_memory: bool | None
-    """Measured; None if the row does not say, or not for which layout."""
+    """Measured; None if the row does not say."""
 
     @property
     def measured_gib(self) -> float | None:
@@ -62,8 +97,8 @@ class Case:
     @property
     def cell(self) -> tuple[object, ...]:
         """Key that rows share which are choices for one task: model, hardware, devices, batch and sequence."""
-        batch = self.layout.dp * self.layout.microbatch * self.layout.microbatches
-        return (self.model, self.row["hw"], self.row["framework"], self.layout.devices, batch, self.layout.sequence)
+        layout = self.layout
+        return (self.model, self.row["hw"], self.row["framework"], layout.devices, layout.batch, layout.sequence)
 
 
 class Unusable(Exception):
@@ -94,13 +129,13 @@ def case_of(row: Row) -> Case:
     if "nvfp4" in row["note"].lower():
         raise Unusable("no machine file gives a rate for products in NVFP4")
     model = _model(row)
-    if model.experts:
-        habits = with_release(habits, row["framework"], row["note"])
-    habits = replace(habits, frozen=_trains_adapters(row, model))
-    machine = _machine(row, hardware)
-    planned = _planned_layout(row, model, machine, habits)
-    layout = planned or _layout(row, model)
-    if layout.tokens < 1 or model.query_size < layout.tp or not model.width or not model.vocab:
+    layout = _layout(row, model)
+    if (
+        layout.microbatch * layout.sequence < layout.cp
+        or model.query_size < layout.tp
+        or not model.width
+        or not model.vocab
+    ):
         raise Unusable("its sizes leave some device without work")
     if layout.pp * layout.vp > model.layers + 2:  # the ends may have stages of their own
         raise Unusable("it has more stages than layers")
@@ -114,10 +149,10 @@ def case_of(row: Row) -> Case:
         row=row,
         model=model,
         layout=layout,
-        habits=habits,
-        machine=machine,
+        habits=replace(habits, frozen=_trains_adapters(row, model)),
+        machine=_machine(row, hardware),
         measured_s=measured_s,
-        out_of_memory=None if planned else out_of_memory,  # what was chosen to fit is no prediction
+        out_of_memory=out_of_memory,
     )
 
 
@@ -146,25 +181,19 @@ def _trains_adapters(row: Row, model: Transformer) -> bool:
 
 def _with_types(row: Row, habits: Habits) -> Habits:
     words = f"{row['hw']} {row['note']} {row['framework']} {row['kernel']}".lower()
-    if re.search(r"seq\w*[ _-]?par", words):
-        habits = replace(habits, sequence_parallel=True)
     # NVIDIA's submissions to MLPerf compute in FP8, as their config files set it.
     if "fp8" in words or "mlperf" in words:
-        return replace(habits, dtype="fp8", block_scaled="mxfp8" in words)
+        return replace(habits, dtype="fp8")
     if re.match(r"gpt[- ]oss", row["model"].lower()):
         # Learnt sinks of attention: Transformer Engine fell back to separate kernels
         # in the releases that trained it in BF16, before cuDNN 9.13.1 (NVIDIA/TransformerEngine #2148, #2318).
-        habits = replace(habits, flash=False, causal_half=False)
+        habits = replace(habits, flash=False)
     if "v100" in words:
         return replace(habits, dtype="float16")
     dated = re.match(r"\d\d-\d\d\b", row["note"])
     if dated is None or not row["framework"].lower().startswith("megatron-deepspeed"):
         return habits
-    if dated[0] < _TRAINS_IN_BF16:
-        # As the memory recorded says: gradients in 2 bytes. DeepSpeed's ZeRO holds those of a shard in float32 besides.
-        return replace(habits, dtype="float16", state_bytes=16.0)
-    # DeepSpeed's BF16_Optimizer accumulates gradients in float32 besides.
-    return replace(habits, dtype="bfloat16", gradient_bytes=6.0)
+    return replace(habits, dtype="float16" if dated[0] < _TRAINS_IN_BF16 else "bfloat16")
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------
@@ -173,7 +202,7 @@ def _with_types(row: Row, habits: Habits) -> Habits:
 def _model(row: Row) -> Transformer:
     layers, hidden = row.whole("layers"), row.whole("hidden")
     if row["model"].lower().startswith("wide-resnet"):
-        raise Unusable("convolutions are not modelled, and the plan is not recorded")
+        raise Unusable("a Wide-ResNet, whose plan is not recorded")
     if layers and hidden:
         heads = row.whole("heads") or gpt_heads(hidden)
         # BERT's word pieces (Devlin et al. 2019), padded as GPT-2's.
@@ -223,18 +252,6 @@ def _gpt(row: Row, billions: float) -> Transformer | None:
 
 
 # --- layout ---------------------------------------------------------------------------------------------------
-
-
-def _planned_layout(row: Row, model: Transformer, machine: Machine, habits: Habits) -> Layout | None:
-    """Plan that the model would have chosen where a planner did and the row does not say what; None for other rows."""
-    restriction, devices = restriction_of(row["framework"]), row.whole("ngpu")
-    if not restriction or not devices or row["tp"] or row["dp"]:
-        return None
-    batch, sequence = row.whole("gbs") or ALPA_BATCH, row.whole("seq") or ALPA_SEQUENCE
-    layout = best_layout(model, devices, machine, habits, restriction, batch, sequence)
-    if layout is None:
-        raise Unusable("the plan is not recorded, and no uniform layout fits in memory")
-    return layout
 
 
 def _layout(row: Row, model: Transformer) -> Layout:
@@ -358,20 +375,19 @@ def _measured_s(row: Row, model: Transformer, layout: Layout) -> float:
     step_s = row.number("step_s")
     if step_s:
         return step_s
-    batch = layout.dp * layout.microbatch * layout.microbatches
     samples_s, tokens_s, tflops = (row.number(column) for column in ("samples_s", "tok_s_gpu", "tflops_gpu"))
     if tokens_s:
-        return batch * layout.sequence / (tokens_s * layout.devices)
+        return layout.batch * layout.sequence / (tokens_s * layout.devices)
     if samples_s:
-        return batch / samples_s
+        return layout.batch / samples_s
     if tflops:
-        return _megatron_flops(model, layout, batch) / (tflops * 1e12 * layout.devices)
+        return _megatron_flops(model, layout) / (tflops * 1e12 * layout.devices)
     raise Unusable("no step time, throughput or FLOP/s is recorded")
 
 
-def _megatron_flops(model: Transformer, layout: Layout, batch: int) -> float:
+def _megatron_flops(model: Transformer, layout: Layout) -> float:
     """As Narayanan et al. (2021, equation 3) count them, what is computed again included."""
-    tokens, h = batch * layout.sequence, model.hidden
+    tokens, h = layout.batch * layout.sequence, model.hidden
     factor = 96 if layout.recompute == "full" else 72
     attention = 1 + layout.sequence / (6 * h)
     return factor * tokens * model.layers * h * h * (attention + model.vocab / (16 * model.layers * h))

@@ -1,6 +1,6 @@
 """Fit the scalars of a machine to some of its rows, to be tested on the others.
 
-At most ten scalars (`training_model.prices.Scalars`) are fitted to the rows of one site, however many there are: what
+At most ten scalars (`Scalars`) are fitted to the rows of one site, however many there are: what
 minimizes, over the logarithms x of the scalars,
 
     Σ over rows of ρ(ln(predicted / measured) / noise) + Σ over scalars of (x / width)²
@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -22,14 +22,29 @@ from scipy.optimize import least_squares
 from benchmarks.accuracy_cases import Case
 from benchmarks.accuracy_report import Evaluated, Predicted
 from benchmarks.accuracy_rows import SOURCES
-from benchmarks.training_model.memory import peak_memory
-from benchmarks.training_model.prices import SCALARS, Rates, Scalars, rates_of
-from benchmarks.training_model.step import StepTime, step_time
 
 MEASURED = frozenset(("step_s", "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred"))
 """Columns of what came out of a run; which rows are fitted to does not depend on them."""
 NOISE = 0.02
 """Of one measured step, relative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """Factors on the figures of a machine, 1 without calibration; what is fitted, and nothing else is."""
+
+    matmul_rate: float = 1.0
+    matmul_half: float = 1.0
+    memory_rate: float = 1.0
+    launch: float = 1.0
+    intra_latency: float = 1.0
+    intra_rate: float = 1.0
+    intra_partial: float = 1.0
+    inter_rate: float = 1.0
+    overlap: float = 1.0
+    step_s: float = 0.0
+    """Added to every step, in seconds."""
+
 
 # Scalar -> lower bound, upper bound, width of ln(scalar).
 BOUNDS: dict[str, tuple[float, float, float]] = {
@@ -93,16 +108,6 @@ def _with_left_out(evaluated: Sequence[Evaluated], known: Sequence[Case], predic
     return found
 
 
-def by_operators(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
-    """Predict cases by the list of operators of `training_model`."""
-    times = predicted_times(cases, scalars)
-    peaks = [peak_memory(case.model, case.layout, case.habits) for case in cases]
-    return [
-        Predicted(case=case, step_s=time.total_s, peak_bytes=peak.total_bytes, tensor_bytes=peak.tensor_bytes)
-        for case, time, peak in zip(cases, times, peaks)
-    ]
-
-
 def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
     """The lines of that fraction of the cases, evenly among them in the order of what was run, not of what it took."""
     usable = sorted((case for case in cases if case.measured_s is not None), key=_configuration)
@@ -121,18 +126,6 @@ def _configuration(case: Case) -> tuple[object, ...]:
 def _digest(case: Case) -> str:
     told = (text for name, text in case.row.cells if name not in MEASURED | SOURCES)
     return hashlib.sha256("|".join(told).encode()).hexdigest()
-
-
-def predicted_times(cases: Sequence[Case], scalars: Scalars) -> list[StepTime]:
-    """The step times of cases on one machine."""
-    rates: dict[object, Rates] = {}
-    found: list[StepTime] = []
-    for case in cases:
-        key = (case.habits, case.machine.name, case.machine.domain)
-        if key not in rates:
-            rates[key] = rates_of(case.machine, case.habits, scalars)
-        found.append(step_time(case.model, case.layout, rates[key]))
-    return found
 
 
 def fitted_scalars(cases: Sequence[Case], predict: Predict) -> Scalars:
@@ -163,4 +156,4 @@ def _scalars(x: np.ndarray) -> Scalars:
     return Scalars(**factors, step_s=float(x[-1]) * LONGEST_FIXED_S)
 
 
-assert {*BOUNDS, "step_s"} == set(SCALARS) and len(SCALARS) <= 10
+assert [*BOUNDS, "step_s"] == [each.name for each in fields(Scalars)] and len(BOUNDS) < 10

@@ -7,7 +7,28 @@ The habits are what the frameworks' documentation and defaults say; the launch o
 import re
 from dataclasses import dataclass, replace
 
-from benchmarks.training_model.layout import Habits
+BEHIND_COMPUTE = 0.5
+"""Of the collectives of gradients and parameters, what frameworks with streams of their own hide: estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Habits of a framework, the same for every model."""
+
+    dtype: str = "bfloat16"
+    """Of the matrix products."""
+    flash: bool = True
+    """Attention in one kernel, its scores never in memory."""
+    launch_s: float = 0.0
+    """Of one kernel from Python; the machine's own gap where that is more. 0: kernels are not launched one by one."""
+    hidden_share: float = 0.0
+    """Share of the collectives of gradients and ZeRO-3's parameters that runs behind compute."""
+    frozen: bool = False
+    """Only adapters beside the weights are trained (LoRA): weights have no gradients, and are not updated."""
+    held_bytes: float = 4 * 2**30
+    """By CUDA's context and libraries, NCCL's buffers for each of the groups, and cuBLAS's workspaces: estimate."""
+    fragmentation: float = 1.1
+    """Bytes held by a caching allocator over those in use, estimate; 1 if memory is planned ahead of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,47 +44,21 @@ class CompilerSettings:
 EAGER_S = 10e-6
 CHECKPOINTED_S = 30e-6
 
-MEGATRON_2021 = Habits(dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, causal_half=False)
-"""Megatron-LM and Megatron-DeepSpeed before fused attention: fused softmax, bias-dropout-add and bias-GeLU."""
+MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S)
+"""Megatron-LM and Megatron-DeepSpeed before fused attention."""
 # Sailor's ae_scripts/clariden_scripts/run_opt.slurm asks for no mixed precision; NVIDIA's containers of PyTorch
-# multiply float32 in TF32. Its opt_model.py and gpt_neo_model.py drop no scores out. AdamW holds two moments.
-SAILOR = replace(
-    MEGATRON_2021, dtype="tf32", value_bytes=4.0, gradient_bytes=4.0, reduced_bytes=4.0, state_bytes=8.0, dropout=False
-)
-MEGATRON_CORE = Habits(
-    dtype="bfloat16", flash=True, sequence_parallel=True, launch_s=EAGER_S, overlaps=True, causal_half=True,
-    gradient_bytes=4.0, reduced_bytes=4.0, compiled=True, overlaps_products=True, fused_accumulation=True,
-)  # fmt: skip
-"""With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
-ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0, overlaps=True, one_stream=True)
+# multiply float32 in TF32.
+SAILOR = replace(MEGATRON_2021, dtype="tf32")
+MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE)
+ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, hidden_share=BEHIND_COMPUTE)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
-of gradients beside the backward pass too (Yuan et al. 2021), but for models that are split (LiBai's
-libai/models/utils/graph_base.py)."""
-# FlashAttention of 2022 reaches 25 to 40 % of an A100's peak (Dao 2023, section 1): 0.37 of what products do.
-FSDP = Habits(
-    dtype="bfloat16",
-    flash=True,
-    launch_s=EAGER_S,
-    overlaps=True,
-    causal_half=True,
-    attention_share=0.37,
-)
+of gradients beside the backward pass too (Yuan et al. 2021)."""
+FSDP = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE)
 # XLA plans a step's memory before it runs, which leaves little between buffers; its groups are few.
-XLA = Habits(
-    dtype="bfloat16", flash=True, overlaps=True, causal_half=True, compiled=True,
-    held_bytes=2.5 * 2**30, fragmentation=1.04,
-)  # fmt: skip
-# FlashAttention-2 reaches 50 to 73 % of an A100's peak (Dao 2023): three quarters of what products do.
-PYTORCH = Habits(
-    dtype="bfloat16",
-    flash=True,
-    launch_s=EAGER_S,
-    causal_half=True,
-    attention_share=0.75,
-    gradient_bytes=4.0,
-)
+XLA = Habits(hidden_share=BEHIND_COMPUTE, held_bytes=2.5 * 2**30, fragmentation=1.04)
+PYTORCH = Habits(launch_s=EAGER_S)
 """Any other framework, as PyTorch runs a transformer; a row's kernel says what differs."""
-PARAX = replace(XLA, dtype="float16", flash=False, overlaps=False, causal_half=False)
+PARAX = replace(XLA, dtype="float16", flash=False, hidden_share=0.0)
 
 # Pattern of the framework in lower case -> habits.
 FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
@@ -73,7 +68,7 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"^megatron(-lm)?( v2\.\d+| ptd-p)?$", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
     # SimuMax docs/b200/b200_real_repro_guide.md: nothing overlaps.
-    (r"^megatron-lm 0\.14", replace(MEGATRON_CORE, overlaps_products=False, overlaps=False)),
+    (r"^megatron-lm 0\.14", replace(MEGATRON_CORE, hidden_share=0.0)),
     (r"megatron-bridge", MEGATRON_CORE),
     (r"nemo pretrain|mlperf training", MEGATRON_CORE),
     (r"composer fsdp", FSDP),
@@ -123,23 +118,8 @@ def compiler_settings_of(stack: str, notes: str) -> CompilerSettings:
 
 
 def with_kernel(habits: Habits, kernel: str) -> Habits:
-    """The habits with the kernels that a row names: of attention, and of norms ("rms")."""
-    words = kernel.lower()
-    if not words:
-        return habits
-    if "flash" not in words:
-        return replace(habits, flash=False, compiled=False)
-    share = 0.75 if re.search(r"flash[^\d]*2", words) else 0.37
-    return replace(habits, flash=True, attention_share=share, compiled="rms" in words)
-
-
-def with_release(habits: Habits, framework: str, note: str) -> Habits:
-    """The habits with what a release of Megatron-Bridge changed for models with experts: from 26.06, its recipes in
-    MXFP8 run experts as one kernel (NVTE_CUTEDSL_FUSED_GROUPED_MLP) and whole iterations as one CUDA graph."""
-    release = re.search(r"megatron-bridge (\d+)\.(\d+)", framework.lower())
-    if not release or (int(release[1]), int(release[2])) < (26, 6) or "mxfp8" not in note.lower():
-        return habits
-    return replace(habits, fused_experts=True, launch_s=0.0)
+    """The habits with the kernel of attention that a row names."""
+    return replace(habits, flash="flash" in kernel.lower()) if kernel else habits
 
 
 def machine_of(hardware: str) -> str | None:

@@ -1,6 +1,6 @@
 """Write measured rows of JAX programs as what the compiler is given: a train step, a method, a cluster.
 
-    Row  ->  StepCase  ->  Predicted            parallelize(step, cluster=...).trace(...).plan(method).simulate()
+    Row  ->  StepCase  ->  Entry            parallelize(step, cluster=...).trace(...).plan(method).simulate()
 
 A row with one kind of replicas, perhaps tensor parallelism and stages, is planned by its degrees (`Megatron`). Where
 the state is divided over one of several mesh axes, every parameter is pinned to where the row has it, and `Auto` finds
@@ -55,7 +55,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import PlannedCollective
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_frameworks import compiler_settings_of
-from benchmarks.accuracy_report import Predicted
+from benchmarks.accuracy_journal import Entry
 from benchmarks.accuracy_rows import Row
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.alpa_moe import MoESize, alpa_moe
@@ -197,14 +197,13 @@ def _machine(row: Row) -> Machine:
     )
 
 
-def predicted(case: StepCase) -> Predicted:
+def priced(case: StepCase) -> Entry:
     """Return the step as the compiler plans and simulates it; raise `Unusable` for what it refuses."""
-    step_s, peak_bytes = _simulated(case.model, case.layout, case.machine, case.devices)
-    return Predicted(case=case, step_s=step_s, peak_bytes=peak_bytes, tensor_bytes=peak_bytes)
+    return _priced(case.model, case.layout, case.machine, case.devices)
 
 
 @cache
-def _simulated(model: Model, degrees: Degrees, machine: Machine, devices: int) -> tuple[float, int]:
+def _priced(model: Model, degrees: Degrees, machine: Machine, devices: int) -> Entry:
     """Seconds and peak bytes, found once for equal rows."""
     cluster = Cluster(num_devices=devices, machine=machine)
     try:
@@ -218,7 +217,7 @@ def _simulated(model: Model, degrees: Degrees, machine: Machine, devices: int) -
         more_s = _seconds(planned.plan, lambda each: each.kind == "reduce-scatter" and each.reach == "all")
     elif degrees.gathers_apart:
         more_s = _seconds(planned.plan, lambda each: each.kind == "all-gather" and each.repeated)
-    return report.step_time_s + more_s, report.peak_bytes
+    return Entry(step_s=report.step_time_s + more_s, peak_bytes=report.peak_bytes)
 
 
 def _seconds(plan: Plan, counts: Callable[[PlannedCollective], bool]) -> float:

@@ -29,24 +29,29 @@ from autopar.aot import Traced
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Link, Machine
 from autopar.step_parts import CollectivePart, StepParts
-from benchmarks.accuracy_cases import Case
-from benchmarks.accuracy_fit import Predict
+from benchmarks.accuracy_cases import Case, Unusable
+from benchmarks.accuracy_fit import Predict, Scalars
 from benchmarks.accuracy_journal import Entry
+from benchmarks.accuracy_models import Transformer
 from benchmarks.accuracy_report import Predicted
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.cudnn import traced_as_if_there
 from benchmarks.models.llama import Llama, llama_workload
 from benchmarks.models.workload import Workload
-from benchmarks.training_model.models import Transformer
-from benchmarks.training_model.prices import PARTIAL, UNALIGNED, WHOLE_GROUP, Scalars
 
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "fp8": jnp.bfloat16, "tf32": jnp.float32}
 """Of a model's values, by that of its products."""
 _TIME_LIMIT_S = 20.0
+PARTIAL = 0.1
+"""Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
+of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
+WHOLE_GROUP = 8
+UNALIGNED = 0.4
+"""Of the rate of products, where a size is no multiple of 8, that rows of GPTs with 50,257 words on one device show."""
 
 
-def unusable_reason(case: Case) -> str:
-    """Return why models and methods here do not express a case; "" where they do."""
+def check_expressed(case: Case) -> Case:
+    """Return the case; raise `Unusable`, which says why, if no model and method here expresses it."""
     model, layout, habits = case.model, case.layout, case.habits
     reasons = {
         "has experts": model.experts is not None,
@@ -56,11 +61,14 @@ def unusable_reason(case: Case) -> str:
         "has stages of unequal layers": bool(layout.stage_layers) or model.layers % (layout.pp * layout.vp) > 0,
         "computes parts of a layer again": layout.recompute == "selective",
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unusable(reason)
+    return case
 
 
 def priced(case: Case) -> Entry:
-    """Plan and simulate a case, and take its step apart; the entry says why where that is refused."""
+    """Plan and simulate a case, and take its step apart; raise `Unusable` for what the compiler refuses."""
     layout = case.layout
     pipeline: dict[str, Any] = {"schedule": "1f1b"}
     if layout.vp > 1:
@@ -79,14 +87,15 @@ def priced(case: Case) -> Entry:
         with traced_as_if_there():
             planned = traced(*traced_key(case)).on_cluster(cluster).plan(method)
         parts = planned.parts(cluster)
-        if case.habits.overlaps and layout.zero == 3:
+        if case.habits.hidden_share and layout.zero == 3:
             parts = _gathered_ahead(parts)
-        return Entry(peak_bytes=planned.simulate(cluster).peak_bytes, parts=parts.to_data())
+        peak_bytes = planned.simulate(cluster).peak_bytes
+        return Entry(step_s=_step_s(case, parts, Scalars()), peak_bytes=peak_bytes, parts=parts.to_data())
     except AutoparError as error:
-        return Entry(unusable=f"{type(error).__name__}: {str(error).split('. ')[0]}")
+        raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
 
 
-def by_path(entries: Mapping[str, Entry]) -> Predict:
+def by_parts(entries: Mapping[str, Entry]) -> Predict:
     """Return what predicts cases by the parts of their steps, which `entries` have by the digests of their rows."""
     parts = {digest: StepParts.from_data(entry.parts) for digest, entry in entries.items() if entry.parts}
 
@@ -123,12 +132,11 @@ def machine_of(case: Case, scalars: Scalars) -> Machine:
     """The machine of a case by what its executor does, its kernels' starts and its links multiplied by scalars."""
     machine, habits = case.machine, case.habits
     launch_s = max(machine.kernel_s, habits.launch_s) if habits.launch_s else 0.0
-    hidden = min(1.0, machine.overlap * scalars.overlap) if habits.overlaps else 0.0
     return replace(
         machine,
         kernel_s=machine.kernel_s * scalars.launch,
         launch_s=launch_s * scalars.launch,
-        hidden_share=hidden,
+        hidden_share=min(1.0, habits.hidden_share * scalars.overlap),
         unaligned_share=UNALIGNED if habits.launch_s else 1.0,
         intra=_scaled_link(machine, scalars),
         inter=replace(machine.inter, bandwidth=machine.inter.bandwidth * scalars.inter_rate),
@@ -156,8 +164,7 @@ _Key = tuple[Transformer, int, int, bool, bool, str]
 def traced_key(case: Case) -> _Key:
     """Return what `traced` is given for a case: those with the same are best priced one after the other."""
     layout, habits = case.layout, case.habits
-    batch = layout.dp * layout.microbatch * layout.microbatches
-    return case.model, batch, layout.sequence, layout.recompute == "full", habits.flash, habits.dtype
+    return case.model, layout.batch, layout.sequence, layout.recompute == "full", habits.flash, habits.dtype
 
 
 @lru_cache(maxsize=1)

@@ -22,6 +22,8 @@ GPT_ROW = {
     "recompute": "full",
     "step_s": "0.22",
 }
+SMALL_ROW = GPT_ROW | {"layers": "2", "hidden": "256", "heads": "4", "seq": "128", "vocab": "1000", "step_s": "0.018"}
+"""A row that is planned in a second."""
 
 
 def row(line: int = 2, **cells: str) -> Row:

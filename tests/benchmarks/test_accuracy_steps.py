@@ -15,10 +15,10 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
 from benchmarks.accuracy import accuracy_report
 from benchmarks.accuracy_cases import Unusable
-from benchmarks.accuracy_journal import Journal
+from benchmarks.accuracy_journal import Entry, Journal
 from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs, summary
 from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Measurements, Row, read_measurements
-from benchmarks.accuracy_steps import StepCase, method_of, predicted, step_case_of, workload_of
+from benchmarks.accuracy_steps import StepCase, method_of, priced, step_case_of, workload_of
 from benchmarks.models.alpa_moe import MoESize
 from benchmarks.models.wide_resnet import ResNetSize
 
@@ -112,7 +112,7 @@ def test_unequal_stages_have_the_layers_and_devices_of_the_row():
     assert isinstance(planned, PipelineParallel) and planned.layouts == "search"
     assert (planned.layers, planned.submeshes) == (((0, 2), (2, 4)), ((1, 1), (1, 2)))
     equal = case(**{**cells, "devices": "2"}, notes="stages in 2 pieces of 2 layers: 0-0 on 1x1, 1-1 on 1x1")
-    assert equal.layout.stages == () and predicted(equal).step_s > predicted(found).step_s > 0
+    assert equal.layout.stages == () and priced(equal).step_s > priced(found).step_s > 0
 
 
 def test_parameters_that_a_step_rounds_have_no_master_copy():
@@ -135,7 +135,7 @@ def test_searches_on_two_axes_have_the_examples_along_the_first():
 def test_whole_gradients_are_summed_by_an_all_reduce_before_they_are_divided():
     cells = {"devices": "4", "data": "4", "microbatches": "2"}
     divided, whole = (case(**cells, zero=zero) for zero in ("1", "2"))
-    more_s = predicted(whole).step_s - predicted(divided).step_s
+    more_s = priced(whole).step_s - priced(divided).step_s
     # Beside the reduce-scatter and the all-gather of ZeRO 1, which an all-reduce and an all-gather are one more of.
     nbytes = 2 * workload_of(whole.model).num_parameters
     alone_s = 3 / 4 * nbytes / whole.machine.intra.bandwidth_of(4)
@@ -148,7 +148,7 @@ def test_compilers_of_2021_gather_parameters_once_more_for_the_backward_pass():
     kept = case(**cells, remat="none", stack="XLA of 2021-12")
     before, since = (case(**cells, stack=f"XLA of {date}") for date in ("2021-12", "2023-12"))
     assert (before.layout.gathers_apart, since.layout.gathers_apart, kept.layout.gathers_apart) == (True, False, False)
-    more_s = predicted(before).step_s - predicted(since).step_s
+    more_s = priced(before).step_s - priced(since).step_s
     params = jax.tree.leaves(workload_of(before.model).params)
     every_s = sum(before.machine.intra.ring_s("all-gather", 2 * math.prod(each.shape), 2) for each in params)
     assert 0 < more_s < every_s
@@ -229,7 +229,7 @@ def test_a_model_is_traced_once_for_its_rows():
 
 def test_what_the_compiler_refuses_is_named():
     with pytest.raises(Unusable, match=r"InvalidArgument: .*do not divide"):
-        predicted(case(global_batch="7"))
+        priced(case(global_batch="7"))
 
 
 def test_rows_are_predicted_by_the_compiler_and_counted_by_source(tmp_path: Path):
@@ -273,15 +273,15 @@ def test_pairs_are_those_of_one_group_that_clearly_differ():
 def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def predict(case: StepCase) -> Predicted:
+    def price(case: StepCase) -> Entry:
         asked.append(case.row["id"])
         if case.row["id"] == "broken":
             raise Unusable("cannot be planned")
         if case.row["id"] == "interrupted" and asked.count("interrupted") == 1:
             raise KeyboardInterrupt
-        return Predicted(case=case, step_s=0.02, peak_bytes=7.0)
+        return Entry(step_s=0.02, peak_bytes=7.0)
 
-    monkeypatch.setattr("benchmarks.accuracy.predicted_step", predict)
+    monkeypatch.setattr("benchmarks.accuracy.priced_step", price)
     measurements = Measurements(
         columns=STEPS, rows=tuple(row(id=each) for each in ("first", "broken", "interrupted", "last")), unreadable=()
     )

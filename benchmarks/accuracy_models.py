@@ -1,9 +1,82 @@
-"""Sizes of models that measurements name, each with its source."""
+"""Transformers that measurements name: their sizes, each with its source, and the parameters these make.
+
+L layers, hidden size h, a heads (g of them with keys and values) of d channels, MLP width f:
+
+    attention       h·d·(a + 2g) + a·d·h
+    MLP             2·h·f, or 3·h·f if gated; a layer of experts has E of width f_e, of which each token takes k
+    embeddings      V·h, twice unless tied
+"""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from benchmarks.training_model.models import Experts, Transformer
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture of experts of a transformer's MLPs."""
+
+    count: int
+    chosen: int
+    """Experts that each token goes to."""
+    width: int
+    shared_width: int = 0
+    """MLP width of what every token goes through besides."""
+    dense_layers: int = 0
+    """Layers that have a plain MLP instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """Sizes of a GPT, BERT or Llama-like model, with or without experts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    mlp_width: int = 0
+    """0: four times the hidden size."""
+    kv_heads: int = 0
+    """0: as many as heads."""
+    head_size: int = 0
+    """0: hidden size / heads."""
+    gated: bool = False
+    tied: bool = True
+    attention_layers: int = -1
+    """Layers that have attention; the others of a hybrid model have an operator linear in the sequence instead."""
+    latent_ranks: tuple[int, int] = (0, 0)
+    """Ranks of the queries and of the keys and values in multi-head latent attention; 0 without."""
+    experts: Experts | None = None
+    positions: int = 0
+    """The longest sequence, where positions are a learnt table; 0 if that is not known."""
+
+    @property
+    def width(self) -> int:
+        return self.mlp_width or 4 * self.hidden
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def parameters(self) -> int:
+        """All of them; norms and biases are left out."""
+        factors, experts = 3 if self.gated else 2, self.experts
+        dense_layers = experts.dense_layers if experts else self.layers
+        layers = self.layers * self._attention_parameters + dense_layers * factors * self.hidden * self.width
+        if experts:
+            routed = factors * (experts.count * experts.width + experts.shared_width) + experts.count
+            layers += (self.layers - dense_layers) * self.hidden * routed
+        return layers + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def _attention_parameters(self) -> int:
+        queries, keys = self.latent_ranks
+        if keys:
+            down = self.hidden * (queries + keys)
+            up = queries * self.query_size + 2 * keys * self.query_size
+            return down + up + self.query_size * self.hidden
+        key_value_size = (self.kv_heads or self.heads) * (self.head_size or self.hidden // self.heads)
+        return self.hidden * (2 * self.query_size + 2 * key_value_size)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, tied: bool = True) -> Transformer:
