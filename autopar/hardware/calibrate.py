@@ -34,7 +34,7 @@ _OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "executio
 """Figures that are measured without any exchange between devices."""
 _ESSENTIAL = {"product", "memory"}
 _NOT_MEASURED = (
-    "inter", "domain", "overlap", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
+    "inter", "domain", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
     "schedules_for_memory", "product_sums", "fuses_products", "holds_rows", "transposes_operands", "erf_flops",
     "exponentials", "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
     "fuses", "launch_s", "unaligned_share", "host_bandwidth", "host_memory_bytes",

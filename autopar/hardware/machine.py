@@ -127,9 +127,10 @@ class Link:
             fields[name] = tuple((size, bandwidth) for size, bandwidth in pairs)
         return Link(**fields)
 
-    def ring_s(self, kind: str, nbytes: float, size: int) -> float:
-        """Seconds of a collective over `size` devices with such links; `nbytes` as in `collectives.py`."""
-        return collective_time(kind, [self.level(size)], nbytes).total_s
+
+def _read(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures without those that are no longer read."""
+    return {name: value for name, value in figures.items() if name not in _NO_LONGER_READ}
 
 
 def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -> float:
@@ -148,9 +149,10 @@ _POSITIVE = (
     *("piece_bytes", "erf_flops"),
 )
 _SHARES = (
-    *("matmul_share", "overlap", "convolution_share", "batched_share", "unaligned_share", "reducing_share"),
-    "hidden_share",
+    *("matmul_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share"),
 )
+_NO_LONGER_READ = frozenset({"overlap"})
+"""Figures that files of earlier releases have."""
 _MAY_BE_LEFT_OUT = (
     "unaligned_share",
     "reducing_share",
@@ -201,9 +203,6 @@ class Machine:
     domain: int
     """Devices in one fast domain: `devices_per_host`, a part that divides it where wires join only some devices of a
     host, or a multiple where NVLink or ICI goes from host to host."""
-    overlap: float
-    """Share of the collectives of parameters and gradients that frameworks with streams of their own run behind
-    compute, from 0 to 1: `benchmarks/training_model` reads it, plans read `hidden_share`."""
     sources: Mapping[str, str] = field(hash=False)
     """The source of each figure, by field."""
     product_workspace_bytes: float = 0.0
@@ -287,7 +286,6 @@ class Machine:
             "memory_bandwidth",
             "matmul_half_flops",
             "kernel_s",
-            "overlap",
             "product_workspace_bytes",
             "exponentials",
             "hidden_share",
@@ -449,7 +447,7 @@ class Machine:
     def from_data(raw: Any) -> Machine:
         """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
         kept = {each.name: each.default for each in dataclasses.fields(Machine) if each.name in _MAY_BE_LEFT_OUT}
-        raw = {**kept, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
+        raw = {**kept, **_read(cast(dict[str, Any], raw))} if isinstance(raw, dict) else raw
         fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
         what = f"machine {fields['name']!r}"
         for name in ("name", "kind"):
@@ -464,6 +462,7 @@ class Machine:
                 raise InvalidArgument(
                     f"{name} of the {what} is {fields[name]!r}, it must be an object. Correct the file."
                 )
+        fields["sources"] = _read(fields["sources"])
         return Machine(**fields)
 
     def to_json(self) -> str:

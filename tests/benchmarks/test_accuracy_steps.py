@@ -139,7 +139,7 @@ def test_whole_gradients_are_summed_by_an_all_reduce_before_they_are_divided():
     # Beside the reduce-scatter and the all-gather of ZeRO 1, which an all-reduce and an all-gather are one more of.
     nbytes = 2 * workload_of(whole.model).num_parameters
     alone_s = 3 / 4 * nbytes / whole.machine.intra.bandwidth_of(4)
-    latencies_s = len(jax.tree.leaves(workload_of(whole.model).params)) * whole.machine.intra.ring_s("all-gather", 0, 4)
+    latencies_s = len(jax.tree.leaves(workload_of(whole.model).params)) * whole.machine.collective_s("all-gather", 0, 4)
     assert alone_s < more_s < alone_s + latencies_s
 
 
@@ -150,7 +150,7 @@ def test_compilers_of_2021_gather_parameters_once_more_for_the_backward_pass():
     assert (before.layout.gathers_apart, since.layout.gathers_apart, kept.layout.gathers_apart) == (True, False, False)
     more_s = priced(before).step_s - priced(since).step_s
     params = jax.tree.leaves(workload_of(before.model).params)
-    every_s = sum(before.machine.intra.ring_s("all-gather", 2 * math.prod(each.shape), 2) for each in params)
+    every_s = sum(before.machine.collective_s("all-gather", 2 * math.prod(each.shape), 2) for each in params)
     assert 0 < more_s < every_s
 
 

@@ -35,7 +35,7 @@ def chosen_machine(*, latency_s: float = 1e-9, bandwidth: float = 1e10, **more: 
         "in_step_share": 0.88,
         "convolution_share": 0.73,
     }
-    return Machine(name="chosen", devices_per_host=8, kind="chosen", overlap=0.0, sources={}, **(chosen | more))
+    return Machine(name="chosen", devices_per_host=8, kind="chosen", sources={}, **(chosen | more))
 
 
 def mesh_costs(mesh: LogicalMesh, **chosen: Any) -> MeshCosts:

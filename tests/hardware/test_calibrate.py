@@ -207,7 +207,7 @@ def test_what_is_known_of_a_kind_of_device_is_kept():
     assert (found.devices_per_host, found.domain, found.kind) == (1, 8, "nvidia h200")
     assert found.peak_flops == machine.peak_flops
     assert found.matmul_share == pytest.approx(machine.matmul_share, rel=0.02)
-    assert (found.intra, found.inter, found.overlap) == (machine.intra, machine.inter, machine.overlap)
+    assert (found.intra, found.inter, found.domain) == (machine.intra, machine.inter, machine.domain)
     assert found.sources["intra"] == "not measured: as dgx-h200"
     assert found.sources["matmul_share"].startswith("measured on 1 x NVIDIA H200")
 
