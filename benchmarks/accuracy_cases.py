@@ -193,7 +193,10 @@ def _with_types(row: Row, habits: Habits) -> Habits:
     dated = re.match(r"\d\d-\d\d\b", row["note"])
     if dated is None or not row["framework"].lower().startswith("megatron-deepspeed"):
         return habits
-    return replace(habits, dtype="float16" if dated[0] < _TRAINS_IN_BF16 else "bfloat16")
+    if dated[0] < _TRAINS_IN_BF16:
+        return replace(habits, dtype="float16")
+    # DeepSpeed's BF16_Optimizer, which keeps the gradients of PyTorch too.
+    return replace(habits, dtype="bfloat16", sums_in_32_bits=True, kept_gradient_bytes=2.0)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ class Habits:
     """Of one kernel from Python; the machine's own gap where that is more. 0: kernels are not launched one by one."""
     hidden_share: float = 0.0
     """Share of the collectives of gradients and ZeRO-3's parameters that runs behind compute."""
+    sums_in_32_bits: bool = False
+    """Gradients of 16 bits are added up over microbatches, and over replicas, in 32."""
+    kept_gradient_bytes: float = 0.0
+    """For each parameter, of gradients that stay beside their sums."""
     frozen: bool = False
     """Only adapters beside the weights are trained (LoRA): weights have no gradients, and are not updated."""
     held_bytes: float = 4 * 2**30
@@ -49,7 +53,7 @@ MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S)
 # Sailor's ae_scripts/clariden_scripts/run_opt.slurm asks for no mixed precision; NVIDIA's containers of PyTorch
 # multiply float32 in TF32.
 SAILOR = replace(MEGATRON_2021, dtype="tf32")
-MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE)
+MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE, sums_in_32_bits=True)
 ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, hidden_share=BEHIND_COMPUTE)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
 of gradients beside the backward pass too (Yuan et al. 2021)."""

@@ -376,7 +376,8 @@ def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto | Pipelin
             zero=_zero(degrees),
             **common,
         )
-    pins = {} if degrees.searched else _pins(workload)
+    # As MaxText's rules have it: "embed" over fsdp, what is inside of a layer over tensor.
+    pins = {} if degrees.searched else specs_of(workload, {"embed": "fsdp", **DIVIDED_BY_TENSOR})
     names = ("data", "fsdp", "tensor") if not degrees.searched else None
     limited = not degrees.searched or degrees.pipeline > 1
     return Auto(
@@ -400,15 +401,21 @@ def _zero(degrees: Degrees) -> int:
     return min(degrees.zero, 1) if degrees.num_microbatches > 1 and degrees.zero == 2 else degrees.zero
 
 
-def _pins(workload: Workload) -> dict[str, PartitionSpec]:
-    """The state divided as MaxText's rules have it: "embed" over fsdp, what is inside of a layer over tensor."""
-    axes = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}
+DIVIDED_BY_TENSOR = dict.fromkeys(("heads", "mlp", "vocabulary"), "tensor")
+"""Dimensions of weights that tensor parallelism divides."""
 
-    def spec(array: Array) -> PartitionSpec:
-        return PartitionSpec(*(axes.get(name) for name in array.names))
 
+def specs_of(workload: Workload, axes: Mapping[str, str], inside: str = "") -> dict[str, PartitionSpec]:
+    """Return specs of the state's weights, each of whose dimensions lies along the axis of its name, if it has one.
+
+    They hold for all inputs called as a weight, or for those that have `inside`, a pattern, before that name.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(workload.params, is_leaf=lambda leaf: isinstance(leaf, Array))
-    return {rf"(^|\.){re.escape(leaf_name('', path))}$": spec(array) for path, array in leaves if len(array.shape) > 1}
+    return {
+        rf"{inside}(^|\.){re.escape(leaf_name('', path))}$": PartitionSpec(*(axes.get(name) for name in array.names))
+        for path, array in leaves
+        if len(array.shape) > 1
+    }
 
 
 def _degrees(row: Row, devices: int) -> Degrees:

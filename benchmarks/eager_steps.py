@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import jax.numpy as jnp
 
 import autopar
-from autopar import Cluster, Megatron
+from autopar import Cluster, Megatron, PipelineParallel
 from autopar.aot import Traced
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Link, Machine
@@ -34,6 +35,7 @@ from benchmarks.accuracy_fit import Predict, Scalars
 from benchmarks.accuracy_journal import Entry
 from benchmarks.accuracy_models import Transformer
 from benchmarks.accuracy_report import Predicted
+from benchmarks.accuracy_steps import DIVIDED_BY_TENSOR, specs_of
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.cudnn import traced_as_if_there
 from benchmarks.models.llama import Llama, llama_workload
@@ -53,12 +55,15 @@ UNALIGNED = 0.4
 def check_expressed(case: Case) -> Case:
     """Return the case; raise `Unusable`, which says why, if no model and method here expresses it."""
     model, layout, habits = case.model, case.layout, case.habits
+    stages = layout.pp * layout.vp
     reasons = {
         "has experts": model.experts is not None,
         "has latent attention, or layers without any": any(model.latent_ranks) or model.attention_layers != -1,
         "trains adapters": habits.frozen,
         "divides sequences or experts": layout.cp * layout.ep > 1,
-        "has stages of unequal layers": bool(layout.stage_layers) or model.layers % (layout.pp * layout.vp) > 0,
+        "has unequal stages and does not say of which layers": not layout.stage_layers
+        and all(layers % stages for layers in (model.layers, model.layers + 2)),
+        "has unequal stages with ZeRO 2 or 3": layout.zero > 1 and bool(_runs_of_layers(case)),
         "computes parts of a layer again": layout.recompute == "selective",
     }
     for reason, holds in reasons.items():
@@ -69,30 +74,58 @@ def check_expressed(case: Case) -> Case:
 
 def priced(case: Case) -> Entry:
     """Plan and simulate a case, and take its step apart; raise `Unusable` for what the compiler refuses."""
-    layout = case.layout
-    pipeline: dict[str, Any] = {"schedule": "1f1b"}
-    if layout.vp > 1:
-        pipeline = {"schedule": "interleaved", "virtual_stages": layout.vp}
-    method = Megatron(
-        data=layout.dp,
-        tensor=layout.tp,
-        pipeline=layout.pp,
-        zero=layout.zero if layout.dp > 1 else 0,
-        num_microbatches=layout.microbatches,
-        time_limit_s=_TIME_LIMIT_S,
-        **pipeline,
-    )
-    cluster = Cluster(num_devices=layout.devices, machine=machine_of(case, Scalars()))
+    cluster = Cluster(num_devices=case.layout.devices, machine=machine_of(case, Scalars()))
     try:
         with traced_as_if_there():
-            planned = traced(*traced_key(case)).on_cluster(cluster).plan(method)
+            workload, step = traced(*traced_key(case))
+            planned = step.on_cluster(cluster).plan(method_of(case, workload))
         parts = planned.parts(cluster)
-        if case.habits.hidden_share and layout.zero == 3:
+        if case.habits.hidden_share and case.layout.zero == 3:
             parts = _gathered_ahead(parts)
         peak_bytes = planned.simulate(cluster).peak_bytes
         return Entry(step_s=_step_s(case, parts, Scalars()), peak_bytes=peak_bytes, parts=parts.to_data())
     except AutoparError as error:
         raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
+
+
+def method_of(case: Case, workload: Workload) -> Megatron | PipelineParallel:
+    """Return the method that plans a case by its degrees."""
+    layout = case.layout
+    common: dict[str, Any] = {
+        "num_microbatches": layout.microbatches,
+        "reduce_dtype": "float32" if case.habits.sums_in_32_bits else None,
+        "schedule": "interleaved" if layout.vp > 1 else "1f1b",
+        "virtual_stages": layout.vp if layout.vp > 1 else None,
+    }
+    zero = layout.zero if layout.dp > 1 else 0
+    runs = _runs_of_layers(case)
+    if not runs:
+        return Megatron(
+            data=layout.dp, tensor=layout.tp, pipeline=layout.pp, zero=zero, time_limit_s=_TIME_LIMIT_S, **common
+        )
+    hosts = max(1, layout.dp * layout.tp // case.machine.devices_per_host)
+    specs = specs_of(workload, {"embed": "data", **DIVIDED_BY_TENSOR}, "(master|opt_state).*") if zero else {}
+    return PipelineParallel(
+        layers=runs,
+        submeshes=[(hosts, layout.dp * layout.tp // hosts)] * layout.pp,
+        mesh_shapes=[(layout.dp, layout.tp)] * layout.pp,
+        axis_names=("data", "tensor"),
+        specs={**specs, **specs_of(workload, DIVIDED_BY_TENSOR)},
+        layouts="search",
+        **common,
+    )
+
+
+def _runs_of_layers(case: Case) -> list[list[int]]:
+    """The layers of each stage, where these are not equally many; the ends of the model may count as a layer each."""
+    model, layout = case.model, case.layout
+    counts, stages = list(layout.stage_layers), layout.pp * layout.vp
+    if not counts and model.layers % stages:
+        counts = [(model.layers + 2) // stages] * stages
+        counts[0] -= 1
+        counts[-1] -= 1
+    ends = list(accumulate(counts))
+    return [[stop - count, stop] for stop, count in zip(ends, counts)] if len(set(counts)) > 1 else []
 
 
 def by_parts(entries: Mapping[str, Entry]) -> Predict:
@@ -102,8 +135,11 @@ def by_parts(entries: Mapping[str, Entry]) -> Predict:
     def predict(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
         found: list[Predicted] = []
         for case in cases:
-            step_s, tensor_bytes = _step_s(case, parts[case.row.digest], scalars), entries[case.row.digest].peak_bytes
-            peak_bytes = tensor_bytes * case.habits.fragmentation + case.habits.held_bytes
+            habits, digest = case.habits, case.row.digest
+            step_s = _step_s(case, parts[digest], scalars)
+            parameters = case.model.parameters / (case.layout.tp * case.layout.pp)
+            tensor_bytes = entries[digest].peak_bytes + habits.kept_gradient_bytes * parameters
+            peak_bytes = tensor_bytes * habits.fragmentation + habits.held_bytes
             found.append(Predicted(case=case, step_s=step_s, peak_bytes=peak_bytes, tensor_bytes=tensor_bytes))
         return found
 
@@ -168,12 +204,14 @@ def traced_key(case: Case) -> _Key:
 
 
 @lru_cache(maxsize=1)
-def traced(model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str) -> Traced:
+def traced(
+    model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str
+) -> tuple[Workload, Traced]:
     """Trace the train step of a model once for rows that come one after the other."""
     make = _llama if model.gated or model.kv_heads not in (0, model.heads) or dtype == "fp8" else _gpt
     workload = make(model, batch, sequence, recomputed, kernel, dtype)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=Cluster.parse("1x cpu"))
-    return step.trace(workload.abstract_state, workload.abstract_batch)
+    return workload, step.trace(workload.abstract_state, workload.abstract_batch)
 
 
 def _gpt(model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str) -> Workload:

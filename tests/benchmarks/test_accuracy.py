@@ -93,9 +93,12 @@ def test_a_note_that_counts_no_microbatches_is_not_believed(note):
     assert case_of(row(note=note)).layout.microbatches in (1, 4)
 
 
-@pytest.mark.parametrize(("note", "dtype"), [("02-25", "float16"), ("02-28", "bfloat16"), ("", "float16")])
-def test_runs_compute_in_bf16_from_the_day_of_its_optimizer(note, dtype):
-    assert case_of(row(note=note)).habits.dtype == dtype
+@pytest.mark.parametrize(
+    ("note", "dtype", "wide"), [("02-25", "float16", False), ("02-28", "bfloat16", True), ("", "float16", False)]
+)
+def test_runs_compute_in_bf16_and_sum_in_32_bits_from_the_day_of_its_optimizer(note, dtype, wide):
+    habits = case_of(row(note=note)).habits
+    assert (habits.dtype, habits.sums_in_32_bits) == (dtype, wide)
 
 
 @pytest.mark.parametrize(("note", "flash"), [("BF16", False), ("MXFP8", True)])

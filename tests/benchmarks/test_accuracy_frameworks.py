@@ -76,3 +76,13 @@ def test_recorded_memory_is_compared_with_what_its_framework_counts():
         (predicted,) = predict([case], Scalars())
         assert predicted.peak_bytes == pytest.approx((1.1 * 30 + 4) * 2**30)
         assert summary([predicted])["memory_mape"] == pytest.approx(0, abs=1e-5)
+
+
+def test_gradients_that_stay_beside_their_sums_take_room_on_each_device():
+    parts = StepParts(tasks=(), transfers=(), waited_s=1.0).to_data()
+    peaks: list[float] = []
+    for note in ("02-25", "02-28"):
+        case = case_of(row(note=note))
+        (predicted,) = by_parts({case.row.digest: Entry(peak_bytes=2**30, parts=parts)})([case], Scalars())
+        peaks.append(predicted.tensor_bytes)
+    assert peaks[1] - peaks[0] == pytest.approx(2 * case_of(row()).model.parameters / (2 * 2))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar import PipelineParallel
 from benchmarks import accuracy, eager_steps
 from benchmarks.accuracy_cases import case_of
 from benchmarks.accuracy_fit import Scalars, fitted_scalars
@@ -32,7 +33,7 @@ def test_rows_are_planned_by_their_degrees_and_others_counted(tmp_path, capsys):
     assert [each["line"] for each in found["predictions"]] == [2, 3]
     assert all(each["predicted_s"] > 0 and each["measured_s"] == 0.018 for each in found["predictions"])
     reasons = {each["reason"] for each in found["skipped"]}
-    assert reasons == {"computes parts of a layer again", "has stages of unequal layers"}
+    assert reasons == {"computes parts of a layer again", "has unequal stages and does not say of which layers"}
     assert "[2/2]" in capsys.readouterr().err
     assert not (tmp_path / "out.journal").exists()
 
@@ -48,6 +49,31 @@ def test_a_fit_finds_another_machine_by_parts_of_steps_and_predicts_rows_it_has_
     assert found == fitted_scalars(measured[:3], predict)
     errors = [abs(each.step_s / each.case.measured_s - 1) for each in predict(measured, found)]
     assert max(errors) < 0.03 < min(abs(e.step_s / e.case.measured_s - 1) for e in predict(measured, Scalars()))
+
+
+@pytest.mark.parametrize(
+    ("cells", "runs"),
+    [
+        ({"layers": "3", "note": "layers/stage [1, 2]"}, [[0, 1], [1, 3]]),
+        ({"layers": "4", "pp": "3", "ngpu": "12", "zero": "1"}, [[0, 1], [1, 3], [3, 4]]),
+        ({"layers": "6", "vp": "2"}, [[0, 1], [1, 3], [3, 5], [5, 6]]),
+    ],
+)
+def test_unequal_stages_have_the_layers_that_are_noted_or_the_ends_of_the_model(cells, runs):
+    case = eager_steps.check_expressed(case_of(row(**(SMALL_ROW | cells))))
+    workload, _ = eager_steps.traced(*eager_steps.traced_key(case))
+    method = eager_steps.method_of(case, workload)
+    assert isinstance(method, PipelineParallel) and method.layers == tuple(map(tuple, runs))
+    assert {axis for spec in method.specs.values() for axis in spec} == {None, "tensor", "data"}
+    assert eager_steps.priced(case).step_s > 0
+
+
+def test_sums_in_32_bits_take_longer_and_more_room():
+    case = case_of(row(**SMALL_ROW))
+    plain, wide = (
+        eager_steps.priced(replace(case, habits=replace(case.habits, sums_in_32_bits=each))) for each in (False, True)
+    )
+    assert plain.step_s < wide.step_s and plain.peak_bytes < wide.peak_bytes
 
 
 @pytest.mark.parametrize("cells", [{"model": "llama2-7b"}, {"framework": "NeMo pretrain", "note": "fp8"}])
