@@ -405,14 +405,22 @@ DIVIDED_BY_TENSOR = dict.fromkeys(("heads", "mlp", "vocabulary"), "tensor")
 """Dimensions of weights that tensor parallelism divides."""
 
 
-def specs_of(workload: Workload, axes: Mapping[str, str], inside: str = "") -> dict[str, PartitionSpec]:
+def specs_of(
+    workload: Workload, axes: Mapping[str, str], sizes: Mapping[str, int] | None = None, inside: str = ""
+) -> dict[str, PartitionSpec]:
     """Return specs of the state's weights, each of whose dimensions lies along the axis of its name, if it has one.
 
-    They hold for all inputs called as a weight, or for those that have `inside`, a pattern, before that name.
+    Where `sizes` of axes are given, one that does not divide a dimension leaves it whole. The specs hold for all inputs
+    called as a weight, or for those that have `inside`, a pattern, before that name.
     """
+
+    def axis(name: str, size: int) -> str | None:
+        along = axes.get(name)
+        return None if along is None or size % (sizes or {}).get(along, 1) else along
+
     leaves = jax.tree_util.tree_leaves_with_path(workload.params, is_leaf=lambda leaf: isinstance(leaf, Array))
     return {
-        rf"{inside}(^|\.){re.escape(leaf_name('', path))}$": PartitionSpec(*(axes.get(name) for name in array.names))
+        rf"{inside}(^|\.){re.escape(leaf_name('', path))}$": PartitionSpec(*map(axis, array.names, array.shape))
         for path, array in leaves
         if len(array.shape) > 1
     }

@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import autopar
 from autopar import Cluster, Megatron, PipelineParallel
@@ -30,7 +31,7 @@ from autopar.aot import Traced
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Link, Machine
 from autopar.step_parts import CollectivePart, StepParts
-from benchmarks.accuracy_cases import Case, Unusable
+from benchmarks.accuracy_cases import Case, Layout, Unusable
 from benchmarks.accuracy_fit import Predict, Scalars
 from benchmarks.accuracy_journal import Entry
 from benchmarks.accuracy_models import Transformer
@@ -44,6 +45,8 @@ from benchmarks.models.workload import Workload
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "fp8": jnp.bfloat16, "tf32": jnp.float32}
 """Of a model's values, by that of its products."""
 _TIME_LIMIT_S = 20.0
+_EXPERTS = r"layer_\d+\.(gate|up|down)$"
+"""Weights of a layer's experts."""
 PARTIAL = 0.1
 """Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
@@ -54,16 +57,19 @@ UNALIGNED = 0.4
 
 def check_expressed(case: Case) -> Case:
     """Return the case; raise `Unusable`, which says why, if no model and method here expresses it."""
-    model, layout, habits = case.model, case.layout, case.habits
-    stages = layout.pp * layout.vp
+    model, layout, experts = case.model, case.layout, case.model.experts
+    counts = layers_of_stages(case)
+    by_hand = experts is not None or len(set(counts)) > 1
     reasons = {
-        "has experts": model.experts is not None,
         "has latent attention, or layers without any": any(model.latent_ranks) or model.attention_layers != -1,
-        "trains adapters": habits.frozen,
-        "divides sequences or experts": layout.cp * layout.ep > 1,
-        "has unequal stages and does not say of which layers": not layout.stage_layers
-        and all(layers % stages for layers in (model.layers, model.layers + 2)),
-        "has unequal stages with ZeRO 2 or 3": layout.zero > 1 and bool(_runs_of_layers(case)),
+        "has experts in some layers, or for all tokens": experts is not None
+        and bool(experts.dense_layers or experts.shared_width),
+        "divides experts otherwise than their tokens": experts is not None
+        and (layout.tp > 1 or layout.dp % layout.ep > 0),
+        "trains adapters": case.habits.frozen,
+        "divides sequences": layout.cp > 1,
+        "has unequal stages and does not say of which layers": sum(counts) != model.layers,
+        "has experts or unequal stages with ZeRO 2 or 3": layout.zero > 1 and by_hand,
         "computes parts of a layer again": layout.recompute == "selective",
     }
     for reason, holds in reasons.items():
@@ -77,7 +83,7 @@ def priced(case: Case) -> Entry:
     cluster = Cluster(num_devices=case.layout.devices, machine=machine_of(case, Scalars()))
     try:
         with traced_as_if_there():
-            workload, step = traced(*traced_key(case))
+            workload, step = traced(traced_key(case))
             planned = step.on_cluster(cluster).plan(method_of(case, workload))
         parts = planned.parts(cluster)
         if case.habits.hidden_share and case.layout.zero == 3:
@@ -89,8 +95,8 @@ def priced(case: Case) -> Entry:
 
 
 def method_of(case: Case, workload: Workload) -> Megatron | PipelineParallel:
-    """Return the method that plans a case by its degrees."""
-    layout = case.layout
+    """Return the method that plans a case by its degrees: stages with experts, or of unequal layers, by hand."""
+    layout, counts = case.layout, layers_of_stages(case)
     common: dict[str, Any] = {
         "num_microbatches": layout.microbatches,
         "reduce_dtype": "float32" if case.habits.sums_in_32_bits else None,
@@ -98,34 +104,43 @@ def method_of(case: Case, workload: Workload) -> Megatron | PipelineParallel:
         "virtual_stages": layout.vp if layout.vp > 1 else None,
     }
     zero = layout.zero if layout.dp > 1 else 0
-    runs = _runs_of_layers(case)
-    if not runs:
-        return Megatron(
-            data=layout.dp, tensor=layout.tp, pipeline=layout.pp, zero=zero, time_limit_s=_TIME_LIMIT_S, **common
-        )
-    hosts = max(1, layout.dp * layout.tp // case.machine.devices_per_host)
-    specs = specs_of(workload, {"embed": "data", **DIVIDED_BY_TENSOR}, "(master|opt_state).*") if zero else {}
+    if case.model.experts is None and len(set(counts)) == 1:
+        degrees = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp}
+        return Megatron(**degrees, zero=zero, time_limit_s=_TIME_LIMIT_S, **common)
+    if case.model.experts is None:
+        sizes = {"data": layout.dp, "tensor": layout.tp}
+        divided = {"embed": "data", **DIVIDED_BY_TENSOR}
+        specs = specs_of(workload, divided, sizes, "(master|opt_state).*") if zero else {}
+        specs |= specs_of(workload, DIVIDED_BY_TENSOR, sizes)
+    else:
+        sizes = _expert_mesh(layout)
+        specs = {_EXPERTS: PartitionSpec("expert")}
+    devices = layout.dp * layout.tp
+    hosts = max(1, devices // case.machine.devices_per_host)
+    stops = [*accumulate(counts)]
     return PipelineParallel(
-        layers=runs,
-        submeshes=[(hosts, layout.dp * layout.tp // hosts)] * layout.pp,
-        mesh_shapes=[(layout.dp, layout.tp)] * layout.pp,
-        axis_names=("data", "tensor"),
-        specs={**specs, **specs_of(workload, DIVIDED_BY_TENSOR)},
+        layers=[[stop - count, stop] for stop, count in zip(stops, counts)],
+        submeshes=[(hosts, devices // hosts)] * layout.pp,
+        mesh_shapes=[tuple(sizes.values())] * layout.pp,
+        axis_names=tuple(sizes),
+        specs=specs,
         layouts="search",
         **common,
     )
 
 
-def _runs_of_layers(case: Case) -> list[list[int]]:
-    """The layers of each stage, where these are not equally many; the ends of the model may count as a layer each."""
-    model, layout = case.model, case.layout
-    counts, stages = list(layout.stage_layers), layout.pp * layout.vp
-    if not counts and model.layers % stages:
-        counts = [(model.layers + 2) // stages] * stages
-        counts[0] -= 1
-        counts[-1] -= 1
-    ends = list(accumulate(counts))
-    return [[stop - count, stop] for stop, count in zip(ends, counts)] if len(set(counts)) > 1 else []
+def layers_of_stages(case: Case) -> list[int]:
+    """The layers of each stage: as many each, or as the row says, or with the ends of the model as a layer each."""
+    layers, layout, stages = case.model.layers, case.layout, case.layout.pp * case.layout.vp
+    if layout.stage_layers or layers % stages == 0:
+        return list(layout.stage_layers) or [layers // stages] * stages
+    inside = [(layers + 2) // stages] * (stages - 2)
+    return [(layers + 2) // stages - 1, *inside, (layers + 2) // stages - 1]
+
+
+def _expert_mesh(layout: Layout) -> dict[str, int]:
+    """The mesh of a stage whose experts are divided: replicas of all experts, each of several devices."""
+    return {"data": layout.dp // layout.ep, "expert": layout.ep}
 
 
 def by_parts(entries: Mapping[str, Entry]) -> Predict:
@@ -194,58 +209,78 @@ def _scaled_link(machine: Machine, scalars: Scalars) -> Link:
     )
 
 
-_Key = tuple[Transformer, int, int, bool, bool, str]
+class StepKey(NamedTuple):
+    """What the train step of a case is made of: those with the same are best priced one after the other."""
+
+    model: Transformer
+    batch: int
+    sequence: int
+    recomputed: bool
+    kernel: bool
+    dtype: str
+    expert_mesh: tuple[tuple[str, int], ...]
 
 
-def traced_key(case: Case) -> _Key:
-    """Return what `traced` is given for a case: those with the same are best priced one after the other."""
+def traced_key(case: Case) -> StepKey:
+    """Return what `traced` is given for a case."""
     layout, habits = case.layout, case.habits
-    return case.model, layout.batch, layout.sequence, layout.recompute == "full", habits.flash, habits.dtype
+    expert_mesh = tuple(_expert_mesh(layout).items()) if case.model.experts else ()
+    recomputed = layout.recompute == "full"
+    return StepKey(case.model, layout.batch, layout.sequence, recomputed, habits.flash, habits.dtype, expert_mesh)
 
 
 @lru_cache(maxsize=1)
-def traced(
-    model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str
-) -> tuple[Workload, Traced]:
+def traced(key: StepKey) -> tuple[Workload, Traced]:
     """Trace the train step of a model once for rows that come one after the other."""
-    make = _llama if model.gated or model.kv_heads not in (0, model.heads) or dtype == "fp8" else _gpt
-    workload = make(model, batch, sequence, recomputed, kernel, dtype)
+    model = key.model
+    as_llama = model.gated or model.kv_heads not in (0, model.heads) or key.dtype == "fp8"
+    workload = _llama(key) if as_llama else _gpt(key)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=Cluster.parse("1x cpu"))
     return workload, step.trace(workload.abstract_state, workload.abstract_batch)
 
 
-def _gpt(model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str) -> Workload:
+def _gpt(key: StepKey) -> Workload:
+    model = key.model
     size = GPTSize(
         width=model.hidden,
         layers=model.layers,
         heads=model.heads,
         head=model.head_size or None,
-        length=sequence,
+        length=key.sequence,
         vocabulary=model.vocab,
-        batch=batch,
+        batch=key.batch,
         hidden=model.width,
-        recomputed=recomputed,
-        kernel=kernel,
+        recomputed=key.recomputed,
+        kernel=key.kernel,
     )
-    return alpa_gpt("gpt", size, _DTYPES[dtype])
+    return alpa_gpt("gpt", size, _DTYPES[key.dtype])
 
 
-def _llama(model: Transformer, batch: int, sequence: int, recomputed: bool, kernel: bool, dtype: str) -> Workload:
+def _llama(key: StepKey) -> Workload:
+    model, experts = key.model, key.model.experts
     size = Llama(
         num_layers=model.layers,
         width=model.hidden,
         num_heads=model.heads,
         num_kv_heads=model.kv_heads or model.heads,
         head=model.head_size or None,
-        hidden=model.width,
+        hidden=experts.width if experts else model.width,
+        experts=experts.count if experts else 0,
+        chosen=experts.chosen if experts else 1,
+        sharding=_at_experts(dict(key.expert_mesh)) if experts else None,
         vocabulary=model.vocab,
-        sequence=sequence,
-        batch=batch,
+        sequence=key.sequence,
+        batch=key.batch,
         scanned=False,
-        remat=recomputed,
-        cudnn=kernel,
+        remat=key.recomputed,
+        cudnn=key.kernel,
         gated=model.gated,
-        in_8_bits=dtype == "fp8",
-        dtype=_DTYPES[dtype],
+        in_8_bits=key.dtype == "fp8",
+        dtype=_DTYPES[key.dtype],
     )
     return llama_workload("llama", size)
+
+
+def _at_experts(sizes: Mapping[str, int]) -> NamedSharding:
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return NamedSharding(mesh, PartitionSpec("data", "expert"))

@@ -1,5 +1,8 @@
 """A Llama train step in plain JAX: grouped attention, rotary positions, SwiGLU, RMS norms, remat per layer, adamw.
 
+In place of its perceptron a layer may have `experts`, of which each token goes through `chosen`. Every expert takes an
+even share of the tokens of a sequence, in the order of experts: those that are too many for one go through the next.
+
 The layers stand in a `lax.scan` over stacked weights, or one after the other. Of the large models nothing is allocated:
 the state and the batch are shapes, for planning.
 """
@@ -16,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.models.gpt import stacked
-from benchmarks.models.model import Mark, Model, Tree, constant, integers, unmarked, weights
+from benchmarks.models.model import Array, Mark, Model, Tree, constant, integers, unmarked, weights
 from benchmarks.models.transformer import OUTSIDE
 from benchmarks.models.workload import Workload
 
@@ -44,6 +47,12 @@ class Llama:
     """SwiGLU; else one product comes before a GELU."""
     in_8_bits: bool = False
     """Products of layers with their weights multiply in 8 bits."""
+    experts: int = 0
+    """Perceptrons of a layer, each `hidden` wide and gated; 0: one for all tokens."""
+    chosen: int = 1
+    """Experts that each token goes through."""
+    sharding: jax.sharding.Sharding | None = None
+    """Where tokens are at their experts: [batch, expert, place, embed]."""
 
     @property
     def head_width(self) -> int:
@@ -126,7 +135,11 @@ def llama_workload(name: str, model: Llama) -> Workload:
     al. 2022, appendix B).
     """
     params = _weights(model)
-    multiplied = sum(array.abstract.size for array in jax.tree.leaves(params)) - model.vocabulary * model.width
+    multiplied = sum(
+        array.abstract.size * (model.chosen / model.experts if "expert" in array.names else 1)
+        for array in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Array))
+    )
+    multiplied -= model.vocabulary * model.width
     tokens = model.batch * model.sequence
 
     def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
@@ -146,6 +159,7 @@ def llama_workload(name: str, model: Llama) -> Workload:
 def _weights(model: Llama) -> Tree:
     """The parameters as arrays to make, by the names of their dimensions."""
     width, head, dtype = model.width, model.head_width, model.dtype
+    expert = {"expert": model.experts} if model.experts else {}
     layer = {
         "attention_norm": constant(1, dtype, embed=width),
         "query": weights(dtype, embed=width, heads=model.num_heads, head=head),
@@ -153,9 +167,10 @@ def _weights(model: Llama) -> Tree:
         "value": weights(dtype, embed=width, heads=model.num_kv_heads, head=head),
         "out": weights(dtype, heads=model.num_heads, head=head, embed=width),
         "mlp_norm": constant(1, dtype, embed=width),
-        **({"gate": weights(dtype, embed=width, mlp=model.hidden)} if model.gated else {}),
-        "up": weights(dtype, embed=width, mlp=model.hidden),
-        "down": weights(dtype, mlp=model.hidden, embed=width),
+        **({"gate": weights(dtype, **expert, embed=width, mlp=model.hidden)} if model.gated else {}),
+        "up": weights(dtype, **expert, embed=width, mlp=model.hidden),
+        "down": weights(dtype, **expert, mlp=model.hidden, embed=width),
+        **({"router": weights(dtype, embed=width, choices=model.experts)} if model.experts else {}),
     }
     outside = {
         "embedding": weights(dtype, vocabulary=model.vocabulary, embed=width),
@@ -186,10 +201,34 @@ def _layer(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
     h = mark(_norm(x, weights["attention_norm"]), *OUTSIDE)
     x = mark(x + _attention(model, h, weights, mark), *OUTSIDE)
     y = mark(_norm(x, weights["mlp_norm"]), *OUTSIDE)
+    if model.experts:
+        return mark(x + through_experts(model, y, weights), *OUTSIDE)
     up = model.product("bsd,df->bsf", y, weights["up"])
     gate = jax.nn.silu(model.product("bsd,df->bsf", y, weights["gate"])) * up if model.gated else jax.nn.gelu(up)
     hidden = mark(gate, "batch", "length", "mlp")
     return mark(x + model.product("bsf,fd->bsd", hidden, weights["down"]), *OUTSIDE)
+
+
+def through_experts(model: Llama, x: jax.Array, weights: Tree) -> jax.Array:
+    """What the chosen experts make of x [batch, sequence, embed]; tokens of one lie behind each other."""
+
+    def at_experts(tokens: jax.Array) -> jax.Array:
+        return tokens if model.sharding is None else jax.lax.with_sharding_constraint(tokens, model.sharding)
+
+    batch, sequence, width = x.shape
+    places = sequence * model.chosen // model.experts
+    gates = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32))
+    share, expert = jax.lax.top_k(gates, model.chosen)
+    order = jnp.argsort(expert.reshape(batch, sequence * model.chosen), axis=-1)
+    sent = jnp.take_along_axis(x, (order // model.chosen)[..., None], axis=1)
+    sent = at_experts(sent.reshape(batch, model.experts, places, width))
+    up = model.product("becd,edf->becf", sent, weights["up"])
+    hidden = jax.nn.silu(model.product("becd,edf->becf", sent, weights["gate"])) * up
+    done = at_experts(model.product("becf,efd->becd", hidden, weights["down"]))
+    done = done.reshape(batch, sequence * model.chosen, width)
+    came_back = jnp.take_along_axis(done, jnp.argsort(order, axis=-1)[..., None], axis=1)
+    share = (share / share.sum(-1, keepdims=True)).astype(x.dtype)
+    return jnp.einsum("bsk,bskd->bsd", share, came_back.reshape(batch, sequence, model.chosen, width))
 
 
 def _attention(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:

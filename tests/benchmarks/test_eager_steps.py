@@ -4,12 +4,17 @@ import json
 from argparse import ArgumentParser
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autopar import PipelineParallel
+from autopar.step_parts import StepParts
 from benchmarks import accuracy, eager_steps
-from benchmarks.accuracy_cases import case_of
+from benchmarks.accuracy_cases import Unusable, case_of
 from benchmarks.accuracy_fit import Scalars, fitted_scalars
+from benchmarks.models.llama import Llama, through_experts
 from tests.benchmarks.measured_rows import SMALL_ROW, row
 from tests.benchmarks.test_accuracy import write
 
@@ -61,7 +66,7 @@ def test_a_fit_finds_another_machine_by_parts_of_steps_and_predicts_rows_it_has_
 )
 def test_unequal_stages_have_the_layers_that_are_noted_or_the_ends_of_the_model(cells, runs):
     case = eager_steps.check_expressed(case_of(row(**(SMALL_ROW | cells))))
-    workload, _ = eager_steps.traced(*eager_steps.traced_key(case))
+    workload, _ = eager_steps.traced(eager_steps.traced_key(case))
     method = eager_steps.method_of(case, workload)
     assert isinstance(method, PipelineParallel) and method.layers == tuple(map(tuple, runs))
     assert {axis for spec in method.specs.values() for axis in spec} == {None, "tensor", "data"}
@@ -81,6 +86,56 @@ def test_gated_models_and_products_in_8_bits_are_expressed(cells):
     sizes = {"layers": "2", "hidden": "", "heads": "", "pp": "1", "dp": "4"} if "model" in cells else {}
     entry = eager_steps.priced(case_of(row(**(SMALL_ROW | sizes | cells))))
     assert entry.parts and entry.peak_bytes > 0
+
+
+EXPERTS = {"model": "Qwen3_30B_a3B", "framework": "Megatron-Bridge 26.02", "hw": "DGX-B200", "hidden": "", "heads": ""}
+DIVIDED = {"dp": "8", "tp": "1", "pp": "1", "ep": "8", "mbs": "1", "gbs": "16", "seq": "4096", "recompute": "no"}
+
+
+def test_experts_are_divided_among_all_devices_and_tokens_travel_to_them():
+    case = eager_steps.check_expressed(case_of(row(**(SMALL_ROW | EXPERTS | DIVIDED))))
+    parts = StepParts.from_data(eager_steps.priced(case).parts or {})
+    sent = sum(times for task in parts.tasks for each, times in task.collectives if each.kind == "all-to-all")
+    # Of each of 2 microbatches and 2 layers, one way at least: gathers of all tokens have as many bytes as 8 choices.
+    assert sent >= 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"tp": "2", "dp": "4", "ep": "4"}, "divides experts otherwise than their tokens"),
+        ({"dp": "4", "ngpu": "4"}, "divides experts otherwise than their tokens"),
+        ({"zero": "3"}, "has experts or unequal stages with ZeRO 2 or 3"),
+        ({"model": "deepseekv3"}, "has latent attention"),
+        ({"model": "GPT OSS 20B"}, "layers without any"),
+    ],
+)
+def test_experts_that_are_divided_otherwise_are_not_expressed(cells, reason):
+    with pytest.raises(Unusable, match=reason):
+        eager_steps.check_expressed(case_of(row(**(SMALL_ROW | EXPERTS | DIVIDED | cells))))
+
+
+def test_a_token_goes_through_the_experts_that_it_chose():
+    width, experts, tokens = 4, 4, 8
+    sizes = Llama(
+        num_layers=1, width=width, num_heads=1, num_kv_heads=1, hidden=3, experts=experts, chosen=2, dtype=jnp.float32
+    )
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"gate": (experts, width, 3), "up": (experts, width, 3), "down": (experts, 3, width)}
+    weights = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items())}
+    # Token t chooses experts t and t + 1, modulo their number.
+    x = jnp.eye(width)[jnp.arange(tokens) % experts] + 0.1 * jax.random.normal(keys[3], (1, tokens, width))
+    weights["router"] = jnp.eye(experts) * 9 + jnp.roll(jnp.eye(experts), 1, axis=1) * 5
+    every = jnp.einsum(
+        "btef,efd->bted",
+        jax.nn.silu(jnp.einsum("btd,edf->btef", x, weights["gate"])) * jnp.einsum("btd,edf->btef", x, weights["up"]),
+        weights["down"],
+    )
+    share, expert = jax.lax.top_k(jax.nn.softmax(x @ weights["router"]), 2)
+    chosen = jnp.take_along_axis(every, expert[..., None], axis=2)
+    expected = jnp.einsum("btk,btkd->btd", share / share.sum(-1, keepdims=True), chosen)
+    assert [*jnp.bincount(expert.reshape(-1))] == [tokens * 2 // experts] * experts
+    np.testing.assert_allclose(through_experts(sizes, x, weights), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_machine_launches_each_kernel_and_hides_what_the_framework_does():
