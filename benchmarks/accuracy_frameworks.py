@@ -23,6 +23,8 @@ class Habits:
     """Of one kernel from Python; the machine's own gap where that is more. 0: kernels are not launched one by one."""
     hidden_share: float = 0.0
     """Share of the collectives of gradients and ZeRO-3's parameters that runs behind compute."""
+    overlaps_products: bool = False
+    """Collectives of tensor parallelism are cut up, and run behind the products that they feed."""
     sums_in_32_bits: bool = False
     """Gradients of 16 bits are added up over microbatches, and over replicas, in 32."""
     kept_gradient_bytes: float = 0.0
@@ -53,7 +55,8 @@ MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S)
 # Sailor's ae_scripts/clariden_scripts/run_opt.slurm asks for no mixed precision; NVIDIA's containers of PyTorch
 # multiply float32 in TF32.
 SAILOR = replace(MEGATRON_2021, dtype="tf32")
-MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE, sums_in_32_bits=True)
+MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE, overlaps_products=True, sums_in_32_bits=True)
+"""With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
 ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, hidden_share=BEHIND_COMPUTE)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
 of gradients beside the backward pass too (Yuan et al. 2021)."""
@@ -72,7 +75,7 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"^megatron(-lm)?( v2\.\d+| ptd-p)?$", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
     # SimuMax docs/b200/b200_real_repro_guide.md: nothing overlaps.
-    (r"^megatron-lm 0\.14", replace(MEGATRON_CORE, hidden_share=0.0)),
+    (r"^megatron-lm 0\.14", replace(MEGATRON_CORE, hidden_share=0.0, overlaps_products=False)),
     (r"megatron-bridge", MEGATRON_CORE),
     (r"nemo pretrain|mlperf training", MEGATRON_CORE),
     (r"composer fsdp", FSDP),

@@ -45,6 +45,7 @@ from benchmarks.models.workload import Workload
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "fp8": jnp.bfloat16, "tf32": jnp.float32}
 """Of a model's values, by that of its products."""
 _TIME_LIMIT_S = 20.0
+_UNBOUNDED = 1e15
 _EXPERTS = r"layer_\d+\.(gate|up|down)$"
 """Weights of a layer's experts."""
 PARTIAL = 0.1
@@ -85,9 +86,7 @@ def priced(case: Case) -> Entry:
         with traced_as_if_there():
             workload, step = traced(traced_key(case))
             planned = step.on_cluster(cluster).plan(method_of(case, workload))
-        parts = planned.parts(cluster)
-        if case.habits.hidden_share and case.layout.zero == 3:
-            parts = _gathered_ahead(parts)
+        parts = _as_run(case, planned.parts(cluster))
         peak_bytes = planned.simulate(cluster).peak_bytes
         return Entry(step_s=_step_s(case, parts, Scalars()), peak_bytes=peak_bytes, parts=parts.to_data())
     except AutoparError as error:
@@ -166,25 +165,34 @@ def _step_s(case: Case, parts: StepParts, scalars: Scalars) -> float:
     return parts.step_s(machine_of(case, scalars), **rates) + scalars.step_s
 
 
-def _gathered_ahead(parts: StepParts) -> StepParts:
-    """Return the parts where parameters are gathered ahead for the backward pass too, as by a stream of its own."""
-    tasks = tuple(
-        replace(task, collectives=tuple((_combined(each), times) for each, times in task.collectives))
-        for task in parts.tasks
-    )
-    return replace(parts, tasks=tasks)
+def _as_run(case: Case, parts: StepParts) -> StepParts:
+    """Return the parts with what the framework runs beside compute.
 
+    Parameters of ZeRO 3 are gathered ahead for the backward pass too, as by a stream of its own. Collectives of tensor
+    parallelism in as many parts as devices have the first waited for (Transformer Engine's user buffers).
+    """
+    ahead = case.habits.hidden_share > 0 and case.layout.zero == 3
+    tensor = case.layout.tp if case.habits.overlaps_products else 1
 
-def _combined(each: CollectivePart) -> CollectivePart:
-    return each._replace(combined=each.combined or each.kind == "all-gather")
+    def run(each: CollectivePart, times: float) -> tuple[CollectivePart, float]:
+        if ahead and each.kind == "all-gather":
+            return each._replace(combined=True), times
+        return each, times / tensor if not each.combined and each.inside * each.across == tensor else times
+
+    tasks = (replace(task, collectives=tuple(run(*each) for each in task.collectives)) for task in parts.tasks)
+    return replace(parts, tasks=tuple(tasks))
 
 
 def machine_of(case: Case, scalars: Scalars) -> Machine:
-    """The machine of a case by what its executor does, its kernels' starts and its links multiplied by scalars."""
+    """The machine of a case by what its executor does, its kernels' starts and its links multiplied by scalars.
+
+    Its memory bounds no plan: a case is planned as it was run, and held against the memory afterwards.
+    """
     machine, habits = case.machine, case.habits
     launch_s = max(machine.kernel_s, habits.launch_s) if habits.launch_s else 0.0
     return replace(
         machine,
+        memory_bytes=_UNBOUNDED,
         kernel_s=machine.kernel_s * scalars.launch,
         launch_s=launch_s * scalars.launch,
         hidden_share=min(1.0, habits.hidden_share * scalars.overlap),

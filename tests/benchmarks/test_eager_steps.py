@@ -157,3 +157,13 @@ def test_what_is_gathered_for_the_backward_pass_is_hidden_as_what_is_for_the_for
         eager_steps.by_parts({case.row.digest: eager_steps.priced(each)})([each], Scalars()) for each in (case, waiting)
     )
     assert ahead.step_s < after.step_s
+
+
+def test_collectives_of_tensor_parallelism_run_behind_products_but_for_their_first_part():
+    case = case_of(row(**(SMALL_ROW | {"tp": "4", "dp": "1"})))
+    overlapping = replace(case, habits=replace(case.habits, overlaps_products=True))
+    waiting, behind = (StepParts.from_data(eager_steps.priced(each).parts or {}) for each in (case, overlapping))
+    for before, after in zip(waiting.tasks, behind.tasks, strict=True):
+        shares = {name: times / dict(before.collectives)[name] for name, times in after.collectives}
+        assert all(share == (1 if each.combined else 1 / 4) for each, share in shares.items())
+    assert any(task.collectives for task in behind.tasks)
