@@ -250,8 +250,14 @@ def _gpt(row: Row, billions: float) -> Transformer | None:
     error, hidden, layers = min(shapes)
     if error > 0.03:
         return None
-    heads = row.whole("heads") or hidden // 128
+    heads = row.whole("heads") or _heads(hidden, row.whole("tp") or 1)
     return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=vocab)
+
+
+def _heads(hidden: int, tensor: int) -> int:
+    """As many on each device, of a multiple of 8 channels, and as near to 128 as that allows."""
+    possible = [heads for heads in range(tensor, hidden // 8 + 1, tensor) if hidden % (8 * heads) == 0]
+    return min(possible, key=lambda heads: abs(math.log(hidden / heads / 128)), default=hidden // 128)
 
 
 # --- layout ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class Habits:
     held_bytes: float = 4 * 2**30
     """By CUDA's context and libraries, NCCL's buffers for each of the groups, and cuBLAS's workspaces: estimate."""
     fragmentation: float = 1.1
-    """Bytes held by a caching allocator over those in use, estimate; 1 if memory is planned ahead of the step."""
+    """Bytes held by a caching allocator over those in use, estimate; 1 if memory is planned ahead of the step. CUDA's
+    allocator in PyTorch frees what it caches where there would be no room else (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True, kw_only=True)

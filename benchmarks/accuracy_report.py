@@ -66,13 +66,16 @@ class Predicted:
     case: Case
     step_s: float
     peak_bytes: float
+    """What the step needs of a device's memory."""
     tensor_bytes: float = 0.0
     """Of the peak, what tensors take."""
+    cached_bytes: float = 0.0
+    """What an allocator keeps beside the peak, as long as there is room: it is given back before memory runs out."""
 
     @property
     def recorded_bytes(self) -> float:
         """Bytes that the case's memory is compared with."""
-        return self.tensor_bytes if self.case.counts_tensors else self.peak_bytes
+        return self.tensor_bytes if self.case.counts_tensors else self.peak_bytes + self.cached_bytes
 
     @property
     def feasible(self) -> bool:

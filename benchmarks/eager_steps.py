@@ -153,8 +153,14 @@ def by_parts(entries: Mapping[str, Entry]) -> Predict:
             step_s = _step_s(case, parts[digest], scalars)
             parameters = case.model.parameters / (case.layout.tp * case.layout.pp)
             tensor_bytes = entries[digest].peak_bytes + habits.kept_gradient_bytes * parameters
-            peak_bytes = tensor_bytes * habits.fragmentation + habits.held_bytes
-            found.append(Predicted(case=case, step_s=step_s, peak_bytes=peak_bytes, tensor_bytes=tensor_bytes))
+            each = Predicted(
+                case=case,
+                step_s=step_s,
+                peak_bytes=tensor_bytes + habits.held_bytes,
+                tensor_bytes=tensor_bytes,
+                cached_bytes=(habits.fragmentation - 1) * tensor_bytes,
+            )
+            found.append(each)
         return found
 
     return predict

@@ -165,6 +165,13 @@ def test_a_file_without_sources_has_the_same_predictions(tmp_path):
     assert found[0]["all"] == found[1]["all"] and set(found[1]["sources"]) == {"no source"}
 
 
+@pytest.mark.parametrize(("tp", "ngpu", "heads"), [("1", "1", 92), ("4", "4", 92), ("8", "8", 64)])
+def test_unrecorded_heads_are_as_many_on_each_device(tp, ngpu, heads):
+    sizes = {"params_b": "200", "layers": "", "hidden": "11776", "heads": ""}
+    model = case_of(row(**sizes, tp=tp, ngpu=ngpu, dp="1", pp="1", gbs="8")).model
+    assert (model.heads, model.layers) == (heads, 120)
+
+
 def test_the_step_follows_from_flops_as_megatron_counts_them():
     plain = case_of(row())
     tokens = 32 * 1024
