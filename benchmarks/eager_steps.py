@@ -7,11 +7,16 @@ host launches each kernel (`launch_s`), and pads no product (`unaligned_share`);
 of ZeRO 3 gathered for both passes, behind compute where the framework has streams for that (`hidden_share`). Frameworks
 of these rows have norms, softmax, activations and dropout as kernels written by hand, about what XLA fuses.
 
+    equal stages          Megatron
+    stages of other       PipelineParallel with these layers, weights pinned along the tensor axis, and with ZeRO 1 the
+    numbers of layers     optimizer's state along the data axis, too
+    experts               PipelineParallel with experts pinned along an axis of the replicas, and tokens constrained to it
+
 A row is planned once: its parts along the critical path are kept, and priced anew for other figures of the machine.
 
-Not expressed, and counted: experts, latent attention and layers without any, parts of a layer computed again, context
-parallelism, stages of unequal layers. Unlike most of these rows, models here have a table of embeddings apart from the
-head, and drop nothing out.
+Not expressed, and counted: latent attention and layers without any, parts of a layer computed again, context
+parallelism, adapters. Unlike most of these rows, models here have a table of embeddings apart from the head, and drop
+nothing out.
 """
 
 from __future__ import annotations
