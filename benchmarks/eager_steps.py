@@ -10,7 +10,7 @@ of these rows have norms, softmax, activations and dropout as kernels written by
     equal stages          Megatron
     stages of other       PipelineParallel with these layers, weights pinned along the tensor axis, and with ZeRO 1 the
     numbers of layers     optimizer's state along the data axis, too
-    experts               PipelineParallel with experts pinned along an axis of the replicas, and tokens constrained to it
+    experts               PipelineParallel with experts along an axis of the replicas, and tokens constrained to it
 
 A row is planned once: its parts along the critical path are kept, and priced anew for other figures of the machine.
 
