@@ -76,6 +76,8 @@ def check_expressed(case: Case) -> Case:
         "divides sequences": layout.cp > 1,
         "has unequal stages and does not say of which layers": sum(counts) != model.layers,
         "has experts or unequal stages with ZeRO 2 or 3": layout.zero > 1 and by_hand,
+        "divides the state among replicas that divide no weight": layout.zero > 0
+        and all(size % layout.dp for size in (model.hidden, model.width // layout.tp)),
         "computes parts of a layer again": layout.recompute == "selective",
     }
     for reason, holds in reasons.items():
@@ -242,10 +244,13 @@ class StepKey(NamedTuple):
 
 def traced_key(case: Case) -> StepKey:
     """Return what `traced` is given for a case."""
-    layout, habits = case.layout, case.habits
-    expert_mesh = tuple(_expert_mesh(layout).items()) if case.model.experts else ()
+    model, layout, habits = case.model, case.layout, case.habits
+    if model.vocab % layout.tp:
+        # Padded, that devices share it (Megatron-LM, megatron/training/tokenizer, _vocab_size_with_padding).
+        model = replace(model, vocab=-(-model.vocab // (128 * layout.tp)) * 128 * layout.tp)
+    expert_mesh = tuple(_expert_mesh(layout).items()) if model.experts else ()
     recomputed = layout.recompute == "full"
-    return StepKey(case.model, layout.batch, layout.sequence, recomputed, habits.flash, habits.dtype, expert_mesh)
+    return StepKey(model, layout.batch, layout.sequence, recomputed, habits.flash, habits.dtype, expert_mesh)
 
 
 @lru_cache(maxsize=1)

@@ -115,6 +115,17 @@ def test_experts_that_are_divided_otherwise_are_not_expressed(cells, reason):
         eager_steps.check_expressed(case_of(row(**(SMALL_ROW | EXPERTS | DIVIDED | cells))))
 
 
+def test_a_state_that_no_dimension_of_a_weight_divides_is_not_expressed():
+    with pytest.raises(Unusable, match="divide no weight"):
+        eager_steps.check_expressed(case_of(row(**(SMALL_ROW | {"dp": "3", "ngpu": "12", "gbs": "24"}))))
+
+
+@pytest.mark.parametrize(("vocab", "tp", "padded"), [("1000", "1", 1000), ("1000", "2", 1000), ("1001", "2", 1024)])
+def test_a_vocabulary_is_padded_that_devices_share_it(vocab, tp, padded):
+    case = case_of(row(**(SMALL_ROW | {"vocab": vocab, "tp": tp, "dp": "1", "ngpu": ""})))
+    assert eager_steps.traced_key(case).model.vocab == padded
+
+
 def test_a_token_goes_through_the_experts_that_it_chose():
     width, experts, tokens = 4, 4, 8
     sizes = Llama(
