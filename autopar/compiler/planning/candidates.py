@@ -188,10 +188,12 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
-                    top=0,
+                    top=_NUM_OF_ONE_MICROBATCH if num_microbatches == 1 else 0,
                 )
-                equal_s = _least_of_schedules_s(found.best, num_microbatches, schedules)
-                times_s[count] = max(_UNEQUAL_SHARE, _evenness(found.best)) * equal_s
+                times_s[count] = min(
+                    max(_UNEQUAL_SHARE, _evenness(each)) * _least_of_schedules_s(each, num_microbatches, schedules)
+                    for each in (found.best, *found.runners_up)
+                )
     return times_s
 
 

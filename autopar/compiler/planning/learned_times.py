@@ -102,11 +102,15 @@ class LearnedTimes:
             self.on[submesh] = min(share, self.on.get(submesh, share))
 
     def share_on(self, submesh: Submesh) -> float:
-        """Return the share of their time by their layers that stages on a submesh are taken to need at least."""
+        """Return the share of their time by their layers that stages on a submesh are taken to need at least.
+
+        On one device there are no layouts to gain by, so that stages there tell nothing of others.
+        """
         if submesh in self.on:
             return self.on[submesh]
-        larger = [share for other, share in self.on.items() if other.num_devices >= submesh.num_devices]
-        least = min(larger, default=_LARGER_SHARE * min(self.on.values(), default=0.0))
+        telling = {other: share for other, share in self.on.items() if other.num_devices > 1}
+        larger = [share for other, share in telling.items() if other.num_devices >= submesh.num_devices]
+        least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
 
     def simulated_share(self, num_stages: int) -> float:

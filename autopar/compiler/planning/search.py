@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from autopar.compiler.inter_op.submeshes import divides_as_well
+from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.planning.candidates import (
@@ -248,10 +248,11 @@ class _Search:
         while queue:
             bound, place, region = heapq.heappop(queue)
             likely_s = self.likely_s(region)
+            if self.best is not None and likely_s >= self.enough_s:
+                continue
             if (order := self.order(region, likely_s)) <= bound:
                 return region
-            if self.best is None or likely_s < self.enough_s:
-                heapq.heappush(queue, (order, place, region))
+            heapq.heappush(queue, (order, place, region))
         return None
 
     @property
@@ -273,9 +274,10 @@ class _Search:
                 if first and math.isfinite(likely_s):
                     return -1.0 if mixed else -3.0, likely_s
                 usual_s = max(likely_s, self.learned.usual_s(region.candidate))
-                return (0.0 if usual_s < _MUCH_LESS * self.best_s and not mixed else likely_s), 0.0, usual_s
+                return (0.0 if usual_s < _MUCH_LESS * self.best_s and not mixed else usual_s), 0.0, usual_s
             case OneProgram():
-                return (0.0 if first else likely_s), -1.0
+                usual_s = max((seconds for _, seconds in self.by_layers_s(region)), default=0.0)
+                return (0.0 if first else max(likely_s, usual_s)), -1.0
             case Lanes(num_microbatches=count):
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
@@ -297,7 +299,8 @@ class _Search:
         if isinstance(region, Stages):
             return max(region.likely_s, self.whole_share(region) * region.by_others_s)
         if isinstance(region, OneProgram):
-            return max(region.likely_s, self.by_layers_s(region))
+            by_layers = (self.learned.share_on(on) * seconds for on, seconds in self.by_layers_s(region))
+            return max(region.likely_s, _OTHER_MESH_SHARE * max(by_layers, default=0.0))
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
@@ -356,17 +359,14 @@ class _Search:
         """Return whether the layers of a number of microbatches are cut already."""
         return any(count == num_microbatches for count, _, _ in self.space.cuttable.known)
 
-    def by_layers_s(self, region: OneProgram) -> float:
-        """Return the seconds that one program is taken to need at least by layers on as many devices; 0 for unknown."""
+    def by_layers_s(self, region: OneProgram) -> list[tuple[Submesh, float]]:
+        """Return the seconds of one program by its layers on submeshes of as many devices, where these are known."""
         devices, known = (region.num_devices, region.group), self.space.known
         if self.best is None or known is None or region.shape is None or region.num_microbatches not in known.solved:
-            return 0.0
+            return []
         layers = known.solved_layers(region.num_microbatches)
-        each = [submesh for submesh in layers.solved if (submesh.num_devices, submesh.group) == devices]
-        return max(
-            (_OTHER_MESH_SHARE * self.learned.share_on(submesh) * layers.whole_s(submesh) for submesh in each),
-            default=0.0,
-        )
+        each = (submesh for submesh in layers.solved if (submesh.num_devices, submesh.group) == devices)
+        return [(submesh, layers.whole_s(submesh)) for submesh in each]
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region; return false where it does not fit into memory."""
