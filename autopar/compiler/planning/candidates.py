@@ -75,6 +75,13 @@ class PipelineCandidate:
         """Return the simulated seconds of a step for other costs of the meshes."""
         return simulate_schedule_s(self.timing, self.virtual_stages, costs, self.hosts)
 
+    @cached_property
+    def share_without_links(self) -> float:
+        """The share of the simulated seconds that a step takes where nothing that is sent between stages takes time."""
+        stages = [replace(stage, link_s=0.0) for stage in self.virtual_stages]
+        costs = [stage.cost for stage in self.stages]
+        return simulate_schedule_s(self.timing, stages, costs, self.hosts) / self.step_time_s
+
     @property
     def stages_key(self) -> object:
         """Equal for stages that differ in their schedule at most."""

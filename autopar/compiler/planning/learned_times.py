@@ -113,10 +113,15 @@ class LearnedTimes:
         least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
 
-    def simulated_share(self, num_stages: int) -> float:
-        """Return the share of their time by the stages as a whole that plans of so many are taken to need at least."""
-        fewer = [share for number, share in self.simulated.items() if number <= num_stages]
-        return min(fewer, default=1.0)
+    def simulated_share(self, candidate: PipelineCandidate) -> float:
+        """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
+
+        Until one of as many stages was simulated, what they send may take no time: that depends on layouts.
+        """
+        number = len(candidate.stages)
+        fewer = [share for other, share in self.simulated.items() if other <= number]
+        unseen = [] if number in self.simulated else [candidate.share_without_links]
+        return min([1.0, *unseen, *fewer] if unseen or not fewer else fewer)
 
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
@@ -129,7 +134,7 @@ class LearnedTimes:
         steady = min(_STEADY_SHARE, 1 - 2 * unlike)
         if (share := self.alike.get(_alike(candidate))) is not None:
             return max(KNOWN_SLACK, steady) * share
-        return max(_SIMULATED_SHARE, steady) * self.simulated_share(number)
+        return max(_SIMULATED_SHARE, steady) * self.simulated_share(candidate)
 
     @property
     def step_share(self) -> float:
@@ -175,7 +180,7 @@ class LearnedTimes:
         known = all(key in self.of_stages for key in candidate.scheduled_otherwise)
         seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
         slack = (KNOWN_SLACK if known else _SLACK) * (1.0 if seen else _SIMULATED_SHARE)
-        return slack * self.simulated_share(len(candidate.stages))
+        return slack * self.simulated_share(candidate)
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is taken to need; 0 where its cost is known."""
