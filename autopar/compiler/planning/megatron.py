@@ -62,7 +62,9 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
         cut = StageCut.of(bare)
         graph = cut_stages(prepared, cut)
     other = (
-        graph if data * tensor == 1 or _has_one_example(trace) else cut_stages(_other_step(trace, method, pieces), cut)
+        graph
+        if data * tensor == 1 or _has_one_example(trace, method.num_microbatches)
+        else cut_stages(_other_step(trace, method, pieces), cut)
     )
     problem = _Problem(
         trace=trace,
@@ -151,9 +153,9 @@ def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_micro
     )
 
 
-def _has_one_example(trace: Trace) -> bool:
-    """Whether no value has examples to divide: a step of two examples may have other equations."""
-    return any(trace.inputs[i].aval.shape[:1] == (1,) for i in trace.batch_inputs)
+def _has_one_example(trace: Trace, num_microbatches: int) -> bool:
+    """Whether no value of a microbatch has examples to divide: one of two examples may have other equations."""
+    return any(trace.inputs[i].aval.shape[:1] == (num_microbatches,) for i in trace.batch_inputs)
 
 
 def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:
@@ -164,13 +166,7 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
         return _prepared(replace(trace, jaxpr=trace.at_other_batch), method, pieces, 1)
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     # Mostly the same for all counts, so that it is prepared once for several plans.
-    counts = [n for n in (2, *range(3, rows + 1)) if n != count and rows % n == 0]
-    if not counts:
-        raise Unsupported(
-            f"Megatron finds the examples by comparing {trace.name} with itself in other microbatches, and a batch of "
-            f"{rows} has only {count}. Use a batch that divides into more, or num_microbatches=1."
-        )
-    return _prepared(trace, method, pieces, counts[0])
+    return _prepared(trace, method, pieces, next(n for n in range(2, rows + 1) if n != count and rows % n == 0))
 
 
 def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tuple[tuple[int, ...], list[int]]:
