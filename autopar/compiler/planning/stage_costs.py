@@ -520,10 +520,11 @@ class RangeCosts:
         return min(count * (cost.forward_s + cost.backward_s) + cost.update_s for cost in each)
 
     def with_rows(self, submesh: Submesh, factor: float) -> RangeTable:
-        """Return what ranges need at least with `factor` times as many rows in a microbatch, by their costs and work.
+        """Return what ranges likely need with `factor` times as many rows in a microbatch, by their costs and work.
 
-        Seconds of given layouts grow evenly with the rows, and so those of the best layouts ever more slowly: fewer
-        rows save what does not begin anew for each microbatch at most, and more rows take their work at least.
+        Seconds of given layouts are taken to grow evenly with the rows, and so those of the best layouts ever more
+        slowly: fewer rows save what does not begin anew for each microbatch at most, and more rows take their work at
+        least. Products that memory bounds grow less: what this says of more rows is likely, and no bound.
         """
         num_layers = len(self.layers.class_of)
         every = np.arange(num_layers)[:, None] < np.arange(num_layers + 1)[None, :]
