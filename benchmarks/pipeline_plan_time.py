@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true", help="layers may be computed again")
     parser.add_argument("--cluster", default="p3.16xlarge")
     parser.add_argument("--what", nargs="*", default=_WHAT, metavar="ROW")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument("--here", action="store_true", help="plan in this process, and print the row as JSON")
     options = parser.parse_args()
     one = Case(
@@ -108,11 +108,13 @@ def main() -> None:
     if options.here:
         print(json.dumps(asdict(measured(one))))
         return
-    rows = [row for case in ((one,) if options.model else CASES) for row in rows_of(case, options.what)]
+    rows: list[Row] = []
+    for row in (row for case in ((one,) if options.model else CASES) for row in rows_of(case, options.what)):
+        rows.append(row)
+        if options.json is not None:
+            found = {"cpus": os.cpu_count(), "rows": [asdict(each) for each in rows]}
+            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     Console(width=150).print(table_of(rows))
-    if options.json is not None:
-        found = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
