@@ -63,9 +63,9 @@ def aot_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     """
     check_count("The number of devices to compile for", num_devices)
     if target in _TPUS:
-        return _tpus(target, num_devices)[:num_devices]
+        return tpu_devices(target, num_devices)[:num_devices]
     if target in gpu_targets():
-        return _gpus(target, num_devices)[:num_devices]
+        return gpu_devices(target, num_devices)[:num_devices]
     if target in _AMD:
         raise InvalidArgument(
             f"{target!r} is an AMD GPU. Its compiler comes with JAX's plug-in for ROCm (jax-rocm7-plugin and "
@@ -79,7 +79,7 @@ def aot_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     )
 
 
-def _tpus(target: str, num_devices: int) -> tuple[_Device, ...]:
+def tpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     """Return the smallest slice that has so many TPUs, with sides as equal as can be."""
     name, dimensions, per_chip = _TPUS[target]
     num_chips = max(-(-num_devices // per_chip), _LEAST_CHIPS)
@@ -108,7 +108,7 @@ def _slice(topology: str) -> tuple[_Device, ...]:
         ) from error
 
 
-def _gpus(target: str, num_devices: int) -> tuple[_Device, ...]:
+def gpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     """Return so many GPUs of one host, or the hosts of eight that have so many."""
     num_hosts = -(-num_devices // DEVICES_PER_HOST)
     return _hosts(target, f"1x{num_hosts}x{min(num_devices, DEVICES_PER_HOST)}")
