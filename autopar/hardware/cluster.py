@@ -39,10 +39,9 @@ class DeviceKind(NamedTuple):
     @staticmethod
     def of(device: Any) -> DeviceKind:
         """The kind of a JAX device; devices of other processes tell nothing of their memory."""
-        told = device.memory_stats() if getattr(device, "process_index", None) == jax.process_index() else None
-        return DeviceKind(
-            str(device.device_kind), float(told["bytes_limit"]) if told and "bytes_limit" in told else None
-        )
+        is_here = getattr(device, "process_index", None) == jax.process_index()
+        limit = (device.memory_stats() or {}).get("bytes_limit") if is_here else None
+        return DeviceKind(str(device.device_kind), None if limit is None else float(limit))
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -115,7 +114,7 @@ class Cluster:
         if self._memory_bytes is None or machine is None or self._memory_bytes >= machine.memory_bytes:
             return ""
         shares = f"{size_words(self._memory_bytes)} of {size_words(machine.memory_bytes)}"
-        return f"JAX may take {shares}, as XLA_PYTHON_CLIENT_MEM_FRACTION says"
+        return f"JAX may take {shares}; of a GPU, XLA_PYTHON_CLIENT_MEM_FRACTION says how much"
 
     @property
     def num_hosts(self) -> int:

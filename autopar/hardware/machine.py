@@ -148,9 +148,7 @@ _POSITIVE = (
     *("in_step_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share"),
     *("piece_bytes", "erf_flops"),
 )
-_SHARES = (
-    *("matmul_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share"),
-)
+_SHARES = ("matmul_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share")
 _NO_LONGER_READ = frozenset({"overlap"})
 """Figures that files of earlier releases have."""
 _MAY_BE_LEFT_OUT = (

@@ -170,7 +170,7 @@ def test_memory_is_what_jax_may_take_of_it_on_every_device():
     h100, gib = "NVIDIA H100 80GB HBM3", 2.0**30
     cluster = Cluster.from_devices([device(h100, 59.5 * gib), device(h100, 59 * gib), device(h100, None, process=1)])
     assert cluster.machine.memory_bytes == 59 * gib and cluster.with_devices(9).machine.memory_bytes == 59 * gib
-    assert cluster.jax_limit == "JAX may take 59 GiB of 80 GiB, as XLA_PYTHON_CLIENT_MEM_FRACTION says"
+    assert cluster.jax_limit == "JAX may take 59 GiB of 80 GiB; of a GPU, XLA_PYTHON_CLIENT_MEM_FRACTION says how much"
     assert Cluster.from_json(cluster.to_json()).machine == cluster.machine
     silent = Cluster.from_devices([device(h100, None)])
     assert silent.machine is Machine.of_kind(h100) and not silent.jax_limit

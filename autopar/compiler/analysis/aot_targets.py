@@ -80,7 +80,7 @@ def aot_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
 
 
 def tpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
-    """Return the smallest slice that has so many TPUs, with sides as equal as can be."""
+    """Return the smallest slice that has so many of one of `tpu_targets`, with sides as equal as can be."""
     name, dimensions, per_chip = _TPUS[target]
     num_chips = max(-(-num_devices // per_chip), _LEAST_CHIPS)
     sides = [1] * dimensions
@@ -109,7 +109,7 @@ def _slice(topology: str) -> tuple[_Device, ...]:
 
 
 def gpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
-    """Return so many GPUs of one host, or the hosts of eight that have so many."""
+    """Return so many of one of `gpu_targets` in one host, or the whole hosts of eight that have so many."""
     num_hosts = -(-num_devices // DEVICES_PER_HOST)
     return _hosts(target, f"1x{num_hosts}x{min(num_devices, DEVICES_PER_HOST)}")
 

@@ -78,9 +78,8 @@ class PipelineCandidate:
     @cached_property
     def share_without_links(self) -> float:
         """The share of the simulated seconds that a step takes where nothing that is sent between stages takes time."""
-        stages = [replace(stage, link_s=0.0) for stage in self.virtual_stages]
-        costs = [stage.cost for stage in self.stages]
-        return simulate_schedule_s(self.timing, stages, costs, self.hosts) / self.step_time_s
+        stages = tuple(replace(stage, link_s=0.0) for stage in self.virtual_stages)
+        return replace(self, virtual_stages=stages).step_time_s / self.step_time_s
 
     @property
     def stages_key(self) -> object:
@@ -132,10 +131,9 @@ def microbatch_counts(problem: StageProblem) -> list[int]:
     """Return the numbers of microbatches to try: the one given, or all that divide the batch."""
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
-    trace = problem.trace
-    if not trace.batch_inputs:
+    if not problem.trace.batch_inputs:
         return [1]
-    rows = trace.num_rows
+    rows = problem.trace.num_rows
     small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
     return sorted({*small, *(rows // count for count in small)})
 
@@ -149,8 +147,7 @@ def worth_splitting(problem: StageProblem, num_microbatches: int) -> bool:
     trace, method = problem.trace, problem.method
     if method.num_microbatches is not None:
         return True
-    as_one, _ = trace.at_batch_of(trace.num_rows // num_microbatches)
-    if as_one is None and trace.at_other_batch is None:
+    if trace.at_batch_of(trace.num_rows // num_microbatches)[0] is None and trace.at_other_batch is None:
         return False
     options = {"batch_statistics": method.batch_statistics, "random": method.random}
     return not waits_for_statistics(trace, num_microbatches, **options)

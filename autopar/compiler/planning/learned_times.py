@@ -122,8 +122,9 @@ class LearnedTimes:
         """
         number = len(candidate.stages)
         fewer = [share for other, share in self.simulated.items() if other <= number]
-        unseen = [] if number in self.simulated else [1 - _LINK_SHARE * (1 - candidate.share_without_links)]
-        return min([1.0, *unseen, *fewer] if unseen or not fewer else fewer)
+        if number in self.simulated:
+            return min(fewer)
+        return min([1.0, 1 - _LINK_SHARE * (1 - candidate.share_without_links), *fewer])
 
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.

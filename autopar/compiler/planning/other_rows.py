@@ -1,6 +1,6 @@
-"""Bound what ranges of layers need for a number of microbatches by the layers of others.
+"""Expect what ranges of layers need for a number of microbatches by the layers of others.
 
-RangeCosts of 2 microbatches, of 4, ...  ->  OtherRows of 8     seconds that ranges on a submesh do not undercut
+RangeCosts of 2 microbatches, of 4, ...  ->  OtherRows of 8     seconds that ranges on a submesh rarely undercut
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.compiler.planning.stage_costs import RangeCosts
 
 
 class OtherRows:
-    """What ranges of layers need at least for a number of microbatches, by the layers of others: nothing is solved."""
+    """What ranges of layers likely need for a number of microbatches, by the layers of others: nothing is solved."""
 
     def __init__(self, each: Sequence[RangeCosts], num_microbatches: int) -> None:
         """For each submesh, the first of `each` that are solved for there tell, or else the first of all."""

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.changes import Asked, more_memory
 from autopar.compiler.planning.space import Space
 from autopar.compiler.planning.state_bound import StateBound, even_parts, kept_leaves, refuse_too_large_a_state
 from autopar.errors import MemoryTooSmall
@@ -92,6 +93,17 @@ def test_a_state_without_room_is_refused_by_its_names_before_anything_is_searche
     refuse_too_large_a_state(step.trace, 1.0, with_memory(11, STATE_BYTES / 10))
     with pytest.raises(MemoryTooSmall):
         refuse_too_large_a_state(step.trace, 1.0, with_memory(10, STATE_BYTES / 10))
+
+
+def test_what_jax_may_not_take_of_the_memory_is_said_where_it_is_missing():
+    limited = autopar.Cluster(num_devices=4, kind="v100", memory_bytes=STATE_BYTES / 10)
+    step = traced(limited, method=autopar.Auto(memory=1.0))
+    words = "JAX may take 307.2 KiB of 16 GiB; of a GPU, XLA_PYTHON_CLIENT_MEM_FRACTION says how much"
+    with pytest.raises(MemoryTooSmall) as caught:
+        step.plan()
+    assert f"more memory on each ({words})" in caught.value.shortage
+    asked = Asked.of(step.trace, autopar.Auto(), limited)
+    assert more_memory(asked, 3.0).words.endswith(f"more memory per device ({words})")
 
 
 def test_what_does_not_divide_among_the_devices_has_to_have_room_as_it_is():
