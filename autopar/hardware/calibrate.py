@@ -230,9 +230,11 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
 
 def _add_kernels(table: Table, machine: Machine, measured: Sequence[Measurement]) -> None:
     """Add the figures of kernels that are measured of GPUs."""
+    convolved = dict.fromkeys(machine.computed_in(each.dtype) for each in measured if each.what == "convolution")
+    of_types = ", ".join(f"{dtype} {100 * machine.convolution_share.get(dtype, 1.0):.0f} %" for dtype in convolved)
     rows = (
         ("reduction", "reductions, of the bandwidth", f"{100 * machine.reducing_share:.0f} %"),
-        ("convolution", "convolutions, of products in a step", f"{100 * machine.convolution_share:.0f} %"),
+        ("convolution", "convolutions, of products in a step", of_types),
         ("pieces", "written in the time of", _amount(machine.piece_bytes, "B")),
     )
     for what, name, value in rows:
@@ -329,20 +331,21 @@ def fit_in_step_share(measured: Sequence[Measurement]) -> float | None:
     return statistics.median(alone[each.dtype, each.flops] / each.seconds for each in within) if within else None
 
 
-def fit_kernels(machine: Machine, measured: Sequence[Measurement]) -> dict[str, float]:
+def fit_kernels(machine: Machine, measured: Sequence[Measurement]) -> dict[str, Any]:
     """The figures of kernels of other kinds that were measured, beside what the machine's rates say.
 
     Reductions have one byte of each kind alike. Shares are at most 1, and no piece is less than it writes.
     """
     of: dict[str, list[Measurement]] = {what: [each for each in measured if each.what == what] for what in _OF_KERNELS}
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     if of["reduction"]:
         per_byte = statistics.mean((each.seconds - machine.kernel_s) / each.nbytes for each in of["reduction"])
         found["reducing_share"] = min(1 / (per_byte * machine.memory_bandwidth), 1.0)
     for each in of["convolution"]:
         rate = machine.matmul_flops(each.dtype) * machine.in_step_share
         multiplied_s = max(each.seconds - each.nbytes / machine.memory_bandwidth, each.seconds / 2)
-        found["convolution_share"] = min(each.flops / rate / multiplied_s, 1.0)
+        shares = found.setdefault("convolution_share", dict(machine.convolution_share))
+        shares[machine.computed_in(each.dtype)] = min(each.flops / rate / multiplied_s, 1.0)
     for each in of["pieces"]:
         taken = (each.seconds - machine.kernel_s) * machine.memory_bandwidth - each.nbytes * (1 - WRITTEN_SHARE)
         found["piece_bytes"] = max(PIECE_BYTES * taken / (each.nbytes * WRITTEN_SHARE), PIECE_BYTES)
@@ -394,8 +397,7 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
     if each.what == "reduction":
         return machine.kernel_s + each.nbytes / (machine.memory_bandwidth * machine.reducing_share)
     if each.what == "convolution":
-        rate = machine.matmul_flops(each.dtype) * machine.in_step_share * machine.convolution_share
-        return each.flops / rate + each.nbytes / machine.memory_bandwidth
+        return each.flops / machine.convolution_flops(each.dtype) + each.nbytes / machine.memory_bandwidth
     if each.what == "pieces":
         taken = 1 - WRITTEN_SHARE + WRITTEN_SHARE * machine.piece_bytes / PIECE_BYTES
         return machine.memory_s(taken * each.nbytes)

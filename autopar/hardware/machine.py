@@ -145,10 +145,11 @@ _RULES = (
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
-    *("in_step_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share"),
+    *("in_step_share", "batched_share", "unaligned_share", "reducing_share"),
     *("piece_bytes", "erf_flops"),
 )
-_SHARES = ("matmul_share", "convolution_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share")
+_BY_TYPE = ("peak_flops", "matmul_share", "convolution_share")
+_SHARES = (*_BY_TYPE[1:], "batched_share", "unaligned_share", "reducing_share", "hidden_share")
 _NO_LONGER_READ = frozenset({"overlap"})
 """Figures that files of earlier releases have."""
 _MAY_BE_LEFT_OUT = (
@@ -208,8 +209,8 @@ class Machine:
     in_step_share: float = 1.0
     """Of the rate that one large product reaches alone, the share that products reach within a step: above 1 where a
     product alone draws so much power that clocks fall."""
-    convolution_share: float = 1.0
-    """Of the rate of products within a step, the share that convolutions reach."""
+    convolution_share: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    """Of the rate of products within a step, the share that convolutions reach, by the same types; 1 if left out."""
     batched_share: float = 1.0
     """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
     tunes them. Those that it does not tune write their result once they have computed it."""
@@ -318,8 +319,8 @@ class Machine:
             )
         self._check_types()
         for name in _SHARES:
-            shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
-            if any(share > 1 for share in shares):
+            share = getattr(self, name)
+            if any(each > 1 for each in (share.values() if name in _BY_TYPE else [share])):
                 raise InvalidArgument(
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, a share is at most 1. Divide the "
                     "measured rate by the peak, or correct the peak."
@@ -332,7 +333,7 @@ class Machine:
             raise InvalidArgument(f"The sources of {self.name!r} are {untold!r}; each must be a text. Correct them.")
 
     def _check_types(self) -> None:
-        for name in ("peak_flops", "matmul_share"):
+        for name in _BY_TYPE:
             rates: Mapping[str, float] = getattr(self, name)
             for dtype, rate in rates.items():
                 check_choice(f"A type in {name} of {self.name!r}", dtype, DTYPES)
@@ -360,6 +361,11 @@ class Machine:
         """FLOP/s that large products of arrays of `dtype` reach."""
         computed_in = self.computed_in(dtype)
         return self.peak_flops[computed_in] * self.matmul_share[computed_in]
+
+    def convolution_flops(self, dtype: str) -> float:
+        """FLOP/s that convolutions of arrays of `dtype` reach within a step."""
+        share = self.convolution_share.get(self.computed_in(dtype), 1.0)
+        return self.matmul_flops(dtype) * self.in_step_share * share
 
     def matmul_s(self, flops: float, nbytes: float, dtype: str) -> float:
         """Seconds of one matrix product that reads and writes `nbytes` altogether."""
@@ -455,7 +461,10 @@ class Machine:
                 )
         for name in ("intra", "inter"):
             fields[name] = Link.from_data(f"{name} of the {what}", fields[name])
-        for name in ("peak_flops", "matmul_share", "sources"):
+        share, peaks = fields["convolution_share"], fields["peak_flops"]
+        if isinstance(share, (int, float)) and not isinstance(share, bool) and isinstance(peaks, dict):
+            fields["convolution_share"] = dict.fromkeys(peaks, share)  # that of all types
+        for name in (*_BY_TYPE, "sources"):
             if not isinstance(fields[name], dict):
                 raise InvalidArgument(
                     f"{name} of the {what} is {fields[name]!r}, it must be an object. Correct the file."

@@ -41,7 +41,9 @@ _ARRAYS = 100
 _SMALL = 64
 """Rows and columns of a small product."""
 _IN_A_ROW = 256
-"""Rows and columns of the products of executables in a row."""
+"""Rows and columns of the products of executables in a row, at the least: as many more as take `_AHEAD_S`."""
+_MOST_IN_A_ROW, _AHEAD_S = 8192, 1e-3
+"""So long a host is ahead of its devices, and what they wait for is no start of an executable."""
 _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
 _FIRST_OF_UNITS = 3
@@ -254,22 +256,28 @@ def _summed_columns(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ja
 
 
 def convolutions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
-    """A training step of convolutions, one of each side of images: weights and momentum in 32 bits, images in 16.
+    """A training step of convolutions, one of each side of images, for each type: weights and momentum in 32 bits.
 
     Libraries have layouts of their own: what copies weights into them and gradients out of them is in the time. FLOPs
     are those of forward pass and gradients, bytes what is read and written of weights and momentum.
     """
     channels = [_CHANNELS * effort.images // 64 * 2**number for number in range(len(_SIDES))]
-    seconds = _one_more_s(partial(_trained_in_a_row, devices, channels, effort), _NETWORKS_MORE, effort)
     weights = [9 * each**2 for each in channels]
     flops = sum(6.0 * effort.images * side**2 * size for side, size in zip(_SIDES, weights, strict=True))
-    # Weights and momentum are read and written, weights converted, gradients read.
-    nbytes = (2 * 8 + 4 + 2 + 2) * sum(weights)
-    return [Measurement(what="convolution", dtype="bfloat16", nbytes=nbytes, seconds=seconds, flops=flops)]
+    found: list[Measurement] = []
+    for dtype in (jnp.dtype("bfloat16"), jnp.dtype("float32")):
+        in_a_row = partial(_trained_in_a_row, devices, channels, dtype, effort)
+        seconds = _one_more_s(in_a_row, _NETWORKS_MORE, effort)
+        # Weights and momentum are read and written, weights converted, gradients read.
+        converted = 0 if dtype.itemsize == 4 else 4 + dtype.itemsize
+        nbytes = (2 * 8 + converted + dtype.itemsize) * sum(weights)
+        measured = Measurement(what="convolution", dtype=dtype.name, nbytes=nbytes, seconds=seconds, flops=flops)
+        found.append(measured)
+    return found
 
 
 def _trained_in_a_row(
-    devices: Sequence[Any], channels: Sequence[int], effort: Effort, networks: int
+    devices: Sequence[Any], channels: Sequence[int], dtype: np.dtype[Any], effort: Effort, networks: int
 ) -> Callable[[int], Any]:
     """Return what trains so many networks, of a convolution of 3 x 3 for each side, a number of steps."""
 
@@ -281,7 +289,7 @@ def _trained_in_a_row(
         return [each[0] for each in updated], [each[1:] for each in updated]
 
     layers = [(key, side, size) for key in range(networks) for side, size in zip(_SIDES, channels, strict=True)]
-    images = [drawn(key, effort.images, side, side, size).astype(jnp.bfloat16) for key, side, size in layers]
+    images = [drawn(key, effort.images, side, side, size).astype(dtype) for key, side, size in layers]
     weights = [drawn(key, 3, 3, size, size) / math.sqrt(9 * size) for key, _, size in layers]
     state = [(w, w * 0) for w in weights]
     step = jax.jit(_on_each(trained, devices), donate_argnums=0)
@@ -310,13 +318,17 @@ def _trained(x: jax.Array, w: jax.Array, m: jax.Array) -> tuple[Any, ...]:
 
 
 def short_pieces(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
-    """A copy, from 16 bits, that moves a dimension of few numbers innermost, and writes no more at once."""
-    columns = effort.array_bytes // (2 * _PIECE_NUMBERS * _STACKED)
-    shape = (len(devices) * _STACKED, _PIECE_NUMBERS, columns)
+    """A copy, from 16 bits, that turns matrices stacked four by four inside out, and writes four numbers at once.
+
+    The rows that it reads lie neither innermost in what it writes nor next to that, so that no tile has both.
+    """
+    numbers = effort.array_bytes // (2 * _PIECE_NUMBERS * _STACKED)
+    rows = 2 ** (numbers.bit_length() // 2)
+    shape = (len(devices) * _STACKED, _PIECE_NUMBERS, rows, numbers // rows)
 
     def copied(copies: int) -> Callable[[int], Any]:
         arrays = [_made(lambda: jnp.ones(shape, jnp.bfloat16), devices) for _ in range(copies)]
-        step = jax.jit(_on_each(lambda each: [x.astype(jnp.float32).swapaxes(1, 2) for x in each], devices))
+        step = jax.jit(_on_each(lambda each: [x.astype(jnp.float32).transpose(0, 3, 2, 1) for x in each], devices))
 
         def in_a_row(count: int) -> Any:
             results: Any = None
@@ -377,33 +389,33 @@ def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:
 
 
 def _executions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
-    """What some products take longer as executables in a row than as a loop, the host being ahead of the devices."""
+    """What some products take longer as executables in a row than as one, the host being ahead of the devices."""
     each = _on_each(lambda x, others: (jax.nn.softmax(x @ x), [y + 1.0 for y in others]), devices)
-    x = _made(lambda: jnp.ones((len(devices) * _IN_A_ROW, _IN_A_ROW), jnp.float32), devices)
     others = [_made(lambda: jnp.ones(len(devices), jnp.float32), devices)] * _ARRAYS
+    one = jax.jit(each)
 
-    @jax.jit
-    def loop(count: Any, carried: Any) -> Any:
-        return lax.fori_loop(0, count, lambda _, now: lax.optimization_barrier(each(*now)), carried)
-
-    def in_a_row(count: int) -> Any:
-        carried = x, others
-        for _ in range(count):
-            carried = loop(rounds, carried)
-        return carried
-
-    def seconds(run: Callable[[], Any]) -> float:
+    def seconds(step: Callable[..., Any], carried: Any, count: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run())
+        for _ in range(count):
+            carried = step(*carried)
+        jax.block_until_ready(carried)
         return time.perf_counter() - start
 
-    rounds = 1
-    rounds = max(1, math.ceil(effort.run_s / 5 / fastest_s(lambda count: loop(count, (x, others)), effort)))
-    seconds(lambda: in_a_row(2))
-    longer_s = [
-        seconds(lambda: in_a_row(_ROW)) - seconds(lambda: loop(_ROW * rounds, (x, others))) for _ in range(_PAIRS)
-    ]
-    taken_s = max(statistics.median(longer_s), 0.0) / (_ROW - 1)
+    rows, carried = _IN_A_ROW, ()
+    while not carried or (rows < _MOST_IN_A_ROW and min(seconds(one, carried, 4) for _ in range(3)) < 4 * _AHEAD_S):
+        rows = 2 * rows if carried else rows
+        carried = _made(lambda: jnp.ones((len(devices) * rows, rows), jnp.float32), devices), others  # noqa: B023
+        seconds(one, carried, 1)
+
+    @jax.jit
+    def row(*carried: Any) -> Any:
+        for _ in range(_ROW):
+            carried = lax.optimization_barrier(each(*carried))
+        return carried
+
+    seconds(row, carried, 2)
+    longer_s = [seconds(one, carried, 2 * _ROW) - seconds(row, carried, 2) for _ in range(_PAIRS)]
+    taken_s = max(statistics.median(longer_s), 0.0) / (2 * _ROW - 2)
     return [Measurement(what="execution", dtype="float32", nbytes=4 * _ARRAYS, seconds=taken_s)]
 
 

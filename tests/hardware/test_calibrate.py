@@ -94,22 +94,30 @@ KERNELS = (
     Measurement(what="reduction", dtype="bfloat16", nbytes=5e8, seconds=1.0),
     Measurement(what="reduction", dtype="bfloat16", nbytes=2e9, seconds=1.0),
     Measurement(what="convolution", dtype="bfloat16", nbytes=1e9, seconds=1.0, flops=3e12),
+    Measurement(what="convolution", dtype="float32", nbytes=1e9, seconds=1.0, flops=3e12),
     Measurement(what="pieces", dtype="float32", nbytes=8e8, seconds=1.0),
 )
 
 
 def test_figures_of_kernels_that_times_were_made_of_are_found_again():
-    figures = {"reducing_share": 0.7, "convolution_share": 0.66, "piece_bytes": 87.0}
-    machine = replace(Machine.named("dgx-h100"), **figures)
+    known = Machine.named("dgx-h100")
+    shares = {**known.convolution_share, "bfloat16": 0.66, "tf32": 0.5}
+    figures = {"reducing_share": 0.7, "piece_bytes": 87.0}
+    machine = replace(known, convolution_share=shares, **figures)
     kernels = [replace(each, seconds=predicted_s(machine, each)) for each in KERNELS]
-    assert fit_kernels(machine, kernels) == pytest.approx(figures, rel=0.01)
+    fitted = fit_kernels(known, kernels)
+    assert fitted.pop("convolution_share") == pytest.approx(shares, rel=0.01)
+    assert fitted == pytest.approx(figures, rel=0.01)
     device = type("Device", (), {"device_kind": "NVIDIA H100", "platform": "gpu", "memory_stats": lambda self: None})()
     found = fit_machine([device], [*work(machine, ("float32", "bfloat16")), *kernels])
     assert {name: getattr(found, name) for name in figures} == pytest.approx(figures, rel=0.1)
+    assert found.convolution_share == pytest.approx(shares, rel=0.1)
     assert all(found.sources[name].startswith("measured on 1 x NVIDIA H100") for name in figures)
     written = io.StringIO()
     Console(width=120, file=written).print(summary_of(found, kernels), table_of(found, kernels))
-    assert all(words in written.getvalue() for words in ("reductions, of the bandwidth", "convolution", "pieces"))
+    assert all(
+        words in written.getvalue() for words in ("reductions, of the bandwidth", "bfloat16 66 %, tf32 50 %", "pieces")
+    )
 
 
 def test_kernels_that_were_not_measured_are_as_the_file_says():

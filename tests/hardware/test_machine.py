@@ -203,6 +203,8 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
             r"peak_flops for \['float32'\] and matmul_share for \['float16', 'float32'\]",
         ),
         ({"matmul_share": {"float32": 2.0, "float16": 0.5}}, "a share is at most 1"),
+        ({"convolution_share": {"float32": 1.5}}, "convolution_share of 'one' is .*, a share is at most 1"),
+        ({"convolution_share": {"half": 0.5}}, "convolution_share of 'one' is 'half'. Choose one of .*'float16'"),
         ({"matmul_share": {"float32": "half", "float16": 0.5}}, r"matmul_share\['float32'\] of 'one' is 'half'"),
         ({"memory_bytes": 10**400}, "memory_bytes of 'one' is 1000"),
         ({"schedules_for_latency": 1}, "schedules_for_latency of 'one' is 1, it must be true or false"),
@@ -349,6 +351,15 @@ def test_a_file_of_an_earlier_release_is_read_without_the_figure_that_nothing_re
     assert Machine.from_json(json.dumps(former)) == ONE
 
 
+def test_one_share_of_convolutions_is_that_of_all_types():
+    read = Machine.from_data({**ONE.to_data(), "convolution_share": 0.5})
+    assert read.convolution_share == {"float32": 0.5, "float16": 0.5}
+    assert Machine.from_json(read.to_json()) == read
+    by_type = dataclasses.replace(ONE, convolution_share={"float16": 0.5}, in_step_share=0.9)
+    assert by_type.convolution_flops("float16") == 0.5 * 0.9 * by_type.matmul_flops("float16")
+    assert by_type.convolution_flops("float32") == 0.9 * by_type.matmul_flops("float32")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -358,6 +369,11 @@ def test_a_file_of_an_earlier_release_is_read_without_the_figure_that_nothing_re
         (lambda raw: raw.update(intra=3), "intra of the machine 'one' is 3, it must be a JSON object"),
         (lambda raw: raw.update(kind=3), "kind of the machine 'one' is 3, it must be a string"),
         (lambda raw: raw.update(peak_flops=1e12), "peak_flops of the machine 'one' is .*, it must be an object"),
+        (
+            lambda raw: raw.update(convolution_share="all"),
+            "convolution_share of the machine 'one' is 'all', it must be",
+        ),
+        (lambda raw: raw.update(convolution_share=True), "convolution_share of the machine 'one' is True, it must be"),
         (lambda raw: raw.update(memory_bytes="1"), "memory_bytes of 'one' is '1'"),
     ],
 )

@@ -148,7 +148,7 @@ def _times_computed(eqn: jc.JaxprEqn, machine: Machine) -> int:
 def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:
     """Return the share that a product reaches of what single matrix products do."""
     if eqn.primitive.name not in MATRIX_PRODUCTS:
-        return machine.convolution_share
+        return machine.convolution_share.get(machine.computed_in(_dtype_of_products(eqn)), 1.0)
     return machine.batched_share if _is_batched(eqn) else 1.0
 
 
