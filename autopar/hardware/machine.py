@@ -145,14 +145,15 @@ _RULES = (
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
-    *("in_step_share", "batched_share", "unaligned_share", "reducing_share"),
+    *("in_step_share", "narrow_share", "batched_share", "unaligned_share", "reducing_share"),
     *("piece_bytes", "erf_flops"),
 )
 _BY_TYPE = ("peak_flops", "matmul_share", "convolution_share")
-_SHARES = (*_BY_TYPE[1:], "batched_share", "unaligned_share", "reducing_share", "hidden_share")
+_SHARES = (*_BY_TYPE[1:], "narrow_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share")
 _NO_LONGER_READ = frozenset({"overlap"})
 """Figures that files of earlier releases have."""
 _MAY_BE_LEFT_OUT = (
+    "narrow_share",
     "unaligned_share",
     "reducing_share",
     "piece_bytes",
@@ -211,6 +212,9 @@ class Machine:
     product alone draws so much power that clocks fall."""
     convolution_share: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     """Of the rate of products within a step, the share that convolutions reach, by the same types; 1 if left out."""
+    narrow_share: float = 1.0
+    """Of the rate of convolutions, the share that those reach whose images have fewer channels than 16 bytes hold: by
+    the FLOPs of so many channels, which libraries pad them to."""
     batched_share: float = 1.0
     """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
     tunes them. Those that it does not tune write their result once they have computed it."""

@@ -31,6 +31,7 @@ FIGURES = {
         "kernel_s",
         "in_step_share",
         "convolution_share",
+        "narrow_share",
         "batched_share",
         "unaligned_share",
         "exponentials",

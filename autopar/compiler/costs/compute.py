@@ -32,14 +32,16 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, product_flops_inside
 from autopar.compiler.jaxprs.fusion import Traffic
 from autopar.compiler.jaxprs.primitives import ATTENTION, DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
+from autopar.compiler.jaxprs.strides import channel_bytes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.hardware.machine import Machine
 
 # Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
-# Numbers of 16 bits in a load of 16 bytes.
-_LOADED = 8
+_LOADED_BYTES = 16
+# Numbers of 16 bits in a load.
+_LOADED = _LOADED_BYTES // 2
 
 
 class EquationWork(NamedTuple):
@@ -148,7 +150,9 @@ def _times_computed(eqn: jc.JaxprEqn, machine: Machine) -> int:
 def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:
     """Return the share that a product reaches of what single matrix products do."""
     if eqn.primitive.name not in MATRIX_PRODUCTS:
-        return machine.convolution_share.get(machine.computed_in(_dtype_of_products(eqn)), 1.0)
+        share = machine.convolution_share.get(machine.computed_in(_dtype_of_products(eqn)), 1.0)
+        loaded = channel_bytes(eqn) / _LOADED_BYTES
+        return share * machine.narrow_share * loaded if machine.narrow_share < 1 and loaded < 1 else share
     return machine.batched_share if _is_batched(eqn) else 1.0
 
 

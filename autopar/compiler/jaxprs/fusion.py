@@ -30,15 +30,23 @@ import heapq
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.jaxprs.joined import Joined
 from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, ATTENTION, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
-from autopar.compiler.jaxprs.strides import Layouts, layouts_of, reads_transposed, writings
+from autopar.compiler.jaxprs.strides import (
+    Layouts,
+    layouts_of,
+    reads_transposed,
+    transposed_operands,
+    transposed_results,
+    writings,
+)
 from autopar.hardware.machine import Machine
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
@@ -254,7 +262,7 @@ class _Fusion:
         self._place_all()
         if not self.rules.fuses_products and self._find_shared():
             self._place_all()
-        return self._traffic()
+        return tuple(self._traffic())
 
     def _place_all(self) -> None:
         """Find the kernels of all equations, from the last on."""
@@ -460,9 +468,9 @@ class _Fusion:
             return eqn.primitive.name in DRAWS
         return is_expensive(eqn) and not (self.rules.holds_rows and eqn.primitive.name in _COMPUTED_AGAIN)
 
-    def _traffic(self) -> tuple[Traffic, ...]:
+    def _traffic(self) -> Iterator[Traffic]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""
-        groups = _Groups()
+        groups = Joined()
         eqns = self.jaxpr.eqns
         reads = [[0.0] * len(eqn.invars) for eqn in eqns]
         seen: set[tuple[Any, _Kernel]] = set()
@@ -495,7 +503,7 @@ class _Fusion:
         results: Counter[Any] = Counter()
         reducing: set[Any] = set()
         for (number, kernel), moved in parts.items():
-            group = groups.of((number, kernel))
+            group = groups.find((number, kernel))
             work[group] += self._flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
@@ -506,21 +514,18 @@ class _Fusion:
         written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
         wasted = self._count_transposed(reads, more)
-        found: list[Traffic] = []
         for number in range(len(eqns)):
-            mine = [groups.of((number, kernel)) for kernel in self.kernels.get(number, ()) if (number, kernel) in parts]
-            found.append(
-                Traffic(
-                    reads=tuple(reads[number]),
-                    writes=tuple(written[number]),
-                    kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
-                    flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
-                    kept=kept[number],
-                    reduces=any(group in reducing for group in mine),
-                    wasted=wasted[number],
-                )
+            parts_of = ((number, kernel) for kernel in self.kernels.get(number, ()))
+            mine = [groups.find(part) for part in parts_of if part in parts]
+            yield Traffic(
+                reads=tuple(reads[number]),
+                writes=tuple(written[number]),
+                kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
+                flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
+                kept=kept[number],
+                reduces=any(group in reducing for group in mine),
+                wasted=wasted[number],
             )
-        return tuple(found)
 
     def _flops(self, eqn: jc.JaxprEqn) -> float:
         """Return the FLOPs of an equation in a kernel; random bits and products are priced by themselves."""
@@ -589,12 +594,51 @@ class _Fusion:
                 reads[number][1] += 2
                 kernels[number] += 1
 
+    def _count_updates(self, reads: list[list[float]], kernels: list[int]) -> None:
+        """Add what is copied of inputs that a kernel reads beside a convolution's gradient, with what reads each first.
+
+        It transposes the gradient, so that it cannot write over them. Results of each further type have a kernel of
+        their own, which reads all of it again. What convolutions read a copy of is read there.
+        """
+        if not self.rules.transposes_kernels:
+            return
+        eqns = self.jaxpr.eqns
+        inputs = set(self.jaxpr.invars) - {self._root(v) for eqn in eqns for v in transposed_operands(eqn)}
+        for gradient in (v for eqn in eqns for v in transposed_results(eqn)):
+            updating = self._updating(gradient)
+            made: list[Any] = [v for number in updating for v in eqns[number].outvars]
+            again = len({v.aval.dtype for v in made if _END in self.readers[v]}) - 1
+            seen: set[Any] = set()
+            for number in updating if again >= 0 else ():
+                for place, v in enumerate(self._operands(number)):
+                    copied = v in inputs and _extent([v]) == _extent([gradient])
+                    if v not in seen and (v is gradient or copied):
+                        seen.add(v)
+                        reads[number][place] += again + 2 * copied
+                        kernels[number] += copied + again * (v is gradient)
+
+    def _updating(self, gradient: Any) -> list[int]:
+        """Return what is fused with all that reads an array, and what that computes of others, in order."""
+        after, left = set[int](), list(self.readers[gradient])
+        while left:
+            if (number := left.pop()) >= 0 and number not in after and self.kinds[number] == "fused":
+                after.add(number)
+                left += [r for v in self.jaxpr.eqns[number].outvars for r in self.readers[v]]
+        found, left = set[int](), list(after)
+        while left:
+            if (number := left.pop()) not in found:
+                found.add(number)
+                makers = {self.makers.get(v, _END) for v in self._operands(number)} - self.stored
+                left += [maker for maker in makers if maker >= 0 and self.kinds[maker] == "fused"]
+        return sorted(found)
+
     def _count_transposed(self, reads: list[list[float]], kernels: list[int]) -> list[float]:
         """Add what copies of arrays in other layouts read and write, with the first equation that reads each.
 
         Returns what is wasted on each equation's behalf.
         """
         self._count_kernels(reads, kernels)
+        self._count_updates(reads, kernels)
         wasted = [0.0] * len(self.jaxpr.eqns)
         if not self.rules.transposes_operands:
             return wasted
@@ -639,21 +683,6 @@ class _Fusion:
         if number is not None:
             reads[number][self._operands(number).index(v)] += 3
             kernels[number] += 1
-
-
-class _Groups:
-    """Disjoint sets of what is joined."""
-
-    def __init__(self) -> None:
-        self._parents: dict[Any, Any] = {}
-
-    def of(self, item: Any) -> Any:
-        while (parent := self._parents.get(item, item)) != item:
-            self._parents[item] = item = self._parents.get(parent, parent)
-        return item
-
-    def join(self, one: Any, other: Any) -> None:
-        self._parents[self.of(one)] = self.of(other)
 
 
 def _bytes(atoms: Any) -> list[int]:

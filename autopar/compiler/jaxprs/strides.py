@@ -34,6 +34,7 @@ from autopar.compiler.jaxprs.primitives import (
     LABELS,
     MATRIX_PRODUCTS,
     REDUCTIONS,
+    REMAT,
     RESHAPES,
     SLICINGS,
 )
@@ -56,6 +57,33 @@ def reads_transposed(eqn: jc.JaxprEqn) -> bool:
 def writes_transposed(eqn: jc.JaxprEqn) -> bool:
     """Return true if a library writes the result of an equation in another order of dimensions."""
     return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
+
+
+def channel_bytes(eqn: jc.JaxprEqn) -> int:
+    """Return the bytes of all channels of one place of the images of a convolution, or of its kernel's gradient."""
+    images: Any = eqn.invars[0].aval
+    batch, feature = jp.convolution_of(eqn).lhs_spec[:2]
+    return images.shape[batch if writes_transposed(eqn) else feature] * images.dtype.itemsize
+
+
+def transposed_results(eqn: jc.JaxprEqn) -> list[Any]:
+    """Return the results that a library writes in another order of dimensions, and those of what is in a region."""
+    if writes_transposed(eqn):
+        return list(eqn.outvars)
+    inside = {v for body in _regions(eqn) for inner in body.eqns for v in transposed_results(inner)}
+    return [v for body in _regions(eqn) for v, made in zip(eqn.outvars, body.outvars, strict=True) if made in inside]
+
+
+def transposed_operands(eqn: jc.JaxprEqn) -> list[Any]:
+    """Return the operands that a library reads in another order of dimensions, and those of what is in a region."""
+    if reads_transposed(eqn):
+        return [eqn.invars[1]]
+    inside = {v for body in _regions(eqn) for inner in body.eqns for v in transposed_operands(inner)}
+    return [v for body in _regions(eqn) for v, read in zip(eqn.invars, body.invars, strict=True) if read in inside]
+
+
+def _regions(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
+    return [jc.open_jaxpr(body)[0] for body in jc.subjaxprs(eqn)] if eqn.primitive.name in REMAT else []
 
 
 def _space_is_first(spec: Sequence[int]) -> bool:

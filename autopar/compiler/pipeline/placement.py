@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.joined import Joined
 from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, NESTED, PRODUCTS, REORDERINGS, WIDENING
 from autopar.compiler.microbatch.accumulate import accumulation_kind
 from autopar.compiler.pipeline.phases import Phase, Phases, parameter_sources
@@ -83,7 +84,7 @@ def _passes_again(phases: Phases, order: Sequence[int]) -> set[int]:
     What has one product alone is no pass (the projection of the next input of an unrolled recurrence).
     """
     sources = parameter_sources(phases)
-    chains = _Classes()
+    chains = Joined()
     again: dict[jc.Var, int] = {}
     activations: set[jc.Var] = set()
     seen: set[jc.Var] = set()
@@ -328,9 +329,9 @@ class _Placer:
 
     def _homes_of_classes(
         self, homes: Mapping[jc.Var, int], equations: Iterable[int]
-    ) -> tuple[_Classes, dict[Hashable, int]]:
+    ) -> tuple[Joined, dict[Hashable, int]]:
         """The classes of what equations join elementwise, and the first home of a parameter in each."""
-        joined = _Classes()
+        joined = Joined()
         for i in equations:
             for operand, result in _joined_values(self.eqns[i]):
                 joined.join(operand, result)
@@ -417,26 +418,6 @@ class _Placer:
 def _size(v: jc.Var) -> int:
     aval: Any = v.aval
     return math.prod(aval.shape)
-
-
-class _Classes:
-    """Values that belong together, directly or through others, as a union-find forest."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Hashable, Hashable] = {}
-
-    def find(self, value: Hashable) -> Hashable:
-        """The representative of a value's class."""
-        root = value
-        while (parent := self._parent.get(root, root)) != root:
-            root = parent
-        while (parent := self._parent.get(value, value)) != root:
-            self._parent[value], value = root, parent
-        return root
-
-    def join(self, a: Hashable, b: Hashable) -> None:
-        """Make one class of two."""
-        self._parent[self.find(a)] = self.find(b)
 
 
 def _joined_values(eqn: jc.JaxprEqn) -> Iterator[tuple[jc.Var, jc.Var]]:

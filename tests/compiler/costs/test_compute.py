@@ -73,6 +73,20 @@ def test_products_with_rows_of_odd_lengths_are_slower_where_nothing_pads_them(co
     assert apart == pytest.approx(padded / share, rel=0.02)
 
 
+@pytest.mark.parametrize(("channels", "share"), [(3, 0.25 * 3 / 4), (4, 1.0), (16, 1.0)])
+def test_convolutions_of_few_channels_are_slower_with_those_that_libraries_pad_them_to(channels, share):
+    images, kernel = real(8, 32, 32, channels), real(5, 5, channels, 512)
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    for fn in (convolve, lambda x, y: jax.linear_transpose(lambda w: convolve(x, w), kernel)(y)):
+        case = ("conv_general_dilated", fn, (images, kernel if fn is convolve else real(8, 32, 32, 512)))
+        plain, narrow = seconds(case)[0], seconds(case, changed(narrow_share=0.25))[0]
+        assert narrow == pytest.approx(plain / share, rel=0.02)
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_ragged_products_are_computed_for_every_group_where_each_meets_all_rows(masks):
     case = ("ragged_dot_general", lax.ragged_dot, (X, real(3, 64, 64), whole(3)))

@@ -257,6 +257,34 @@ def test_kernels_with_space_first_are_copied_once_for_all_convolutions_that_read
     assert moved(narrow, kernel, transposes_kernels=True) == moved(narrow, kernel)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("narrow", "copies", "again"), [(False, 1, 0), (True, 2, 3)])
+def test_an_update_by_a_gradient_that_it_transposes_reads_copies_of_what_it_writes_over(
+    recomputed, narrow, copies, again
+):
+    images = jnp.zeros((2, 8, 8, 16))
+    state = jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.float32)
+
+    def step(read, w, m):
+        def loss(kernel):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+            return (y * y).sum()
+
+        m = 0.9 * m + jax.grad(jax.checkpoint(loss) if recomputed else loss)(read)
+        w = w - 0.1 * m
+        return (w, m, w.astype(jnp.bfloat16)) if narrow else (w, m)
+
+    # One kernel of the library's own order is copied as the convolution reads it; the copy stands for the weights.
+    arguments = (state, state, state) if narrow else (state, state)
+    fn = step if narrow else lambda w, m: step(w, w, m)
+    (_, without), (jaxpr, found) = (traffic(fn, *arguments, transposes_kernels=each) for each in (False, True))
+    updated = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name != "conv_general_dilated"]
+    more = sum(sum(found[n].reads) - sum(without[n].reads) for n in updated)
+    assert more == 2 * copies + again
+    assert sum(found[n].kernels - without[n].kernels for n in updated) == copies + narrow
+
+
 def test_an_optimizer_is_one_kernel_for_each_parameter():
     def adam(w, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
