@@ -594,11 +594,12 @@ class _Fusion:
                 reads[number][1] += 2
                 kernels[number] += 1
 
-    def _count_updates(self, reads: list[list[float]], kernels: list[int]) -> None:
+    def _count_updates(self, reads: list[list[float]]) -> None:
         """Add what is copied of inputs that a kernel reads beside a convolution's gradient, with what reads each first.
 
         It transposes the gradient, so that it cannot write over them. Results of each further type have a kernel of
-        their own, which reads all of it again. What convolutions read a copy of is read there.
+        their own, which reads all of it again. What convolutions read a copy of is read there. No kernel is counted for
+        this: stages that have gradients from elsewhere do none of it, and bounds of their time have all kernels.
         """
         if not self.rules.transposes_kernels:
             return
@@ -615,7 +616,6 @@ class _Fusion:
                     if v not in seen and (v is gradient or copied):
                         seen.add(v)
                         reads[number][place] += again + 2 * copied
-                        kernels[number] += copied + again * (v is gradient)
 
     def _updating(self, gradient: Any) -> list[int]:
         """Return what is fused with all that reads an array, and what that computes of others, in order."""
@@ -638,7 +638,7 @@ class _Fusion:
         Returns what is wasted on each equation's behalf.
         """
         self._count_kernels(reads, kernels)
-        self._count_updates(reads, kernels)
+        self._count_updates(reads)
         wasted = [0.0] * len(self.jaxpr.eqns)
         if not self.rules.transposes_operands:
             return wasted

@@ -282,7 +282,6 @@ def test_an_update_by_a_gradient_that_it_transposes_reads_copies_of_what_it_writ
     updated = [number for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name != "conv_general_dilated"]
     more = sum(sum(found[n].reads) - sum(without[n].reads) for n in updated)
     assert more == 2 * copies + again
-    assert sum(found[n].kernels - without[n].kernels for n in updated) == copies + narrow
 
 
 def test_an_optimizer_is_one_kernel_for_each_parameter():
