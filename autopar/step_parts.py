@@ -86,11 +86,21 @@ class StepParts:
     waited_s: float
     """Seconds in which the path waits for a host, or for compute that others take of it."""
 
-    def step_s(self, machine: Machine, *, product: float = 1.0, half: float = 1.0, memory: float = 1.0) -> float:
+    def step_s(
+        self,
+        machine: Machine,
+        *,
+        product: float = 1.0,
+        half: float = 1.0,
+        memory: float = 1.0,
+        vector: float = 1.0,
+        task_s: Callable[[TaskParts, float], float] = lambda _, device_s: device_s,
+    ) -> float:
         """Return the seconds of the path by the starts of kernels and the links of a machine.
 
         The rates of the work are those of its own machine, times factors: of products, of the FLOPs at which half of
-        that is reached, and of the bandwidth of memory.
+        that is reached, of the bandwidth of memory, and of vector units. `task_s` says what a run of a task takes by
+        its seconds on the device, where something else may keep it waiting.
         """
         costs = MeshCosts(machine=machine, mesh=LogicalMesh(shape=(1,), axis_names=("data",)))
         total_s = self.waited_s
@@ -101,10 +111,10 @@ class StepParts:
                 half_s=work.half_s * half / product,
                 memory_s=work.memory_s / memory,
                 passes_s=work.passes_s / memory,
+                other_s=work.other_s / vector,
             )
-            total_s += task.runs * (
-                times @ scaled.seconds(machine) + sum(n * each.seconds(costs) for each, n in task.collectives)
-            )
+            device_s = times @ scaled.seconds(machine) + sum(n * each.seconds(costs) for each, n in task.collectives)
+            total_s += task.runs * task_s(task, float(device_s))
         links = {True: machine.intra, False: machine.inter}
         return float(total_s + sum(n * links[each.same_domain].transfer_s(each.nbytes) for each, n in self.transfers))
 

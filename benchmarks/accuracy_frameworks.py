@@ -1,7 +1,7 @@
 """Habits of the frameworks, machines and compilers of the measurements, by their names.
 
-The habits are what the frameworks' documentation and defaults say; the launch of one kernel from eager PyTorch, about
-10 us forward and twice that with autograd and recomputation, is an estimate.
+The habits are what the frameworks' documentation, sources and defaults say; 10 us for the launch of one kernel from
+eager PyTorch are an estimate, and those of checkpointed layers are off measured steps.
 """
 
 import re
@@ -9,6 +9,17 @@ from dataclasses import dataclass, replace
 
 BEHIND_COMPUTE = 0.5
 """Of the collectives of gradients and parameters, what frameworks with streams of their own hide: estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """Kernels that a host launches for a layer and microbatch, by the framework's source; without collectives."""
+
+    forward: int
+    backward: int
+    """Gradients that are added to those of the microbatches before included."""
+    softmax: int
+    """More of them in each pass where the softmax of scores is no kernel of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +32,8 @@ class Habits:
     """Attention in one kernel, its scores never in memory."""
     launch_s: float = 0.0
     """Of one kernel from Python; the machine's own gap where that is more. 0: kernels are not launched one by one."""
+    launches: Launches | None = None
+    """Those of a layer; None if they are not counted, and each kernel that XLA would launch takes no less than one."""
     hidden_share: float = 0.0
     """Share of the collectives of gradients and ZeRO-3's parameters that runs behind compute."""
     overlaps_products: bool = False
@@ -49,16 +62,24 @@ class CompilerSettings:
 
 
 EAGER_S = 10e-6
-CHECKPOINTED_S = 30e-6
+CHECKPOINTED_S = 40e-6
+"""With autograd, modules and checkpoints of layers, which keep and restore the state of random numbers: chosen off a
+half of the measured steps of GPTs on eight A100s, to be tested on the other."""
 
-MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S)
+# Megatron-LM, megatron/model/transformer.py with fused kernels. Forward: 2 norms, 4 products, 2 of the scores, softmax,
+# dropout of it, copy of the heads, bias and GELU, 2 x 2 of bias, dropout and sum. Backward: 2 x 3 of norms, 2 x 4
+# products, 4 sums of biases, 4 products of the scores and 2 that scale them, softmax, dropout, joined heads and a copy,
+# GELU, 2 dropouts, 2 sums; 12 gradients added to the sums. Scores without the fused kernel: two casts, scale and mask.
+MEGATRON_LAYER = Launches(forward=16, backward=33 + 12, softmax=4)
+
+MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S, launches=MEGATRON_LAYER)
 """Megatron-LM and Megatron-DeepSpeed before fused attention."""
 # Sailor's ae_scripts/clariden_scripts/run_opt.slurm asks for no mixed precision; NVIDIA's containers of PyTorch
 # multiply float32 in TF32.
 SAILOR = replace(MEGATRON_2021, dtype="tf32")
 MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE, overlaps_products=True, sums_in_32_bits=True)
 """With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
-ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, hidden_share=BEHIND_COMPUTE)
+ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, launches=None, hidden_share=BEHIND_COMPUTE)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
 of gradients beside the backward pass too (Yuan et al. 2021)."""
 FSDP = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE)

@@ -2,10 +2,11 @@
 
     Case  ->  train step, Megatron(...), machine  ->  StepParts  ->  seconds, on the machine or with other figures
 
-Each row is a model of `models`, planned by the row's degrees, on the machine of the row with what its executor does: a
-host launches each kernel (`launch_s`), and pads no product (`unaligned_share`); gradients are reduced, and parameters
-of ZeRO 3 gathered for both passes, behind compute where the framework has streams for that (`hidden_share`). Frameworks
-of these rows have norms, softmax, activations and dropout as kernels written by hand, about what XLA fuses.
+Each row is a model of `models`, planned by the row's degrees, on the machine of the row with what its executor does: no
+product is padded (`unaligned_share`); gradients are reduced, and parameters of ZeRO 3 gathered for both passes, behind
+compute where the framework has streams for that (`hidden_share`). Frameworks of these rows have norms, softmax,
+activations and dropout as kernels written by hand, about what XLA fuses, each of which its host launches (`launch_s`).
+Where those of a layer are counted, the tasks of a plan's path are priced by what device and host take (`eager_host`).
 
     equal stages          Megatron
     stages of other       PipelineParallel with these layers, weights pinned along the tensor axis, and with ZeRO 1 the
@@ -42,6 +43,7 @@ from benchmarks.accuracy_journal import Entry
 from benchmarks.accuracy_models import Transformer
 from benchmarks.accuracy_report import Predicted
 from benchmarks.accuracy_steps import DIVIDED_BY_TENSOR, specs_of
+from benchmarks.eager_host import FASTER, host_seconds
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.cudnn import traced_as_if_there
 from benchmarks.models.llama import Llama, llama_workload
@@ -174,8 +176,12 @@ def by_parts(entries: Mapping[str, Entry]) -> Predict:
 
 
 def _step_s(case: Case, parts: StepParts, scalars: Scalars) -> float:
+    machine, launches = machine_of(case, scalars), case.habits.launches
     rates = {"product": scalars.matmul_rate, "half": scalars.matmul_half, "memory": scalars.memory_rate}
-    return parts.step_s(machine_of(case, scalars), **rates) + scalars.step_s
+    if launches is None:
+        return parts.step_s(machine, **rates) + scalars.step_s
+    task_s = host_seconds(case, launches, machine.launch_s, parts)
+    return parts.step_s(replace(machine, launch_s=0.0), **rates, vector=FASTER, task_s=task_s) + scalars.step_s
 
 
 def _as_run(case: Case, parts: StepParts) -> StepParts:

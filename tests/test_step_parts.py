@@ -46,3 +46,6 @@ def test_parts_are_priced_on_machines_with_other_figures(plan):
     assert parts.step_s(replace(machine, **links)) <= whole_s
     halves = {"product": 0.5, "memory": 0.5}
     assert whole_s < parts.step_s(machine, **halves) <= 2 * whole_s
+    assert parts.step_s(machine, vector=0.5) >= whole_s >= parts.step_s(machine, vector=2.0)
+    later_s = parts.step_s(machine, task_s=lambda _, device_s: device_s + 1.0)
+    assert later_s == pytest.approx(whole_s + sum(task.runs for task in parts.tasks))
