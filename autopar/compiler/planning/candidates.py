@@ -94,7 +94,7 @@ class PipelineCandidate:
         return tuple(
             (
                 self.layers,
-                tuple(each.layers for each in self.virtual_stages if each.mesh == mesh),
+                tuple(self.layers.class_of[slice(*each.layers)] for each in self.virtual_stages if each.mesh == mesh),
                 stage.submesh,
                 stage.cost.choice,
             )

@@ -26,9 +26,9 @@ _OTHERS_SHARE = 0.97
 _NO_GAIN = 1.03
 """Times the time by their layers: what takes longer as a whole does so for want of memory."""
 _SLACK = 0.99
-"""Of a time that is expected of stages which are not all known."""
+"""Of a time that is expected of stages which are not known."""
 KNOWN_SLACK = 0.995
-"""The same, of stages that are all known, in whichever schedule, and of steps with others that are alike."""
+"""The same, of stages that are known, in whichever schedule, and of steps with others that are alike."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
 _STEADY_SHARE = 0.998
@@ -52,7 +52,7 @@ class LearnedTimes:
     """What a search has learned of the times of stages; only its own methods change it."""
 
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
-    """The costs of stages as a whole that are known."""
+    """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
     """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
     on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
@@ -74,7 +74,7 @@ class LearnedTimes:
 
     def learn_stages(self, candidate: PipelineCandidate, costs: Sequence[StageCost], gap: float) -> None:
         """Keep what the stages of a candidate take as a whole, up to a gap."""
-        self.wholes.update(zip(candidate.stage_keys, costs, strict=True))
+        self.wholes.update(zip(candidate.stage_keys, (cost.in_time(1 - gap) for cost in costs), strict=True))
         count = candidate.layers.num_microbatches
         for key, stage, whole in zip(candidate.scheduled_otherwise, candidate.stages, costs, strict=True):
             if by_layers_s := _seconds(stage.cost, count):
@@ -118,13 +118,15 @@ class LearnedTimes:
     def simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
 
-        Until one of as many stages was simulated, what they send may take less than by their layers.
+        Until one of as many stages was simulated, what they send may take less than by their layers, or differ from it
+        twice as much as in plans of more stages.
         """
         number = len(candidate.stages)
         fewer = [share for other, share in self.simulated.items() if other <= number]
         if number in self.simulated:
             return min(fewer)
-        return min([1.0, 1 - _LINK_SHARE * (1 - candidate.share_without_links), *fewer])
+        links = max(1 - _LINK_SHARE * (1 - candidate.share_without_links), 1 - 2 * self._unlike(number))
+        return min([1.0, links, *fewer])
 
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
@@ -132,12 +134,14 @@ class LearnedTimes:
         Plans with as many stages and microbatches in one schedule send alike values in an alike order. Others are taken
         to differ from what their stages take twice as much as plans of no fewer stages did.
         """
-        number = len(candidate.stages)
-        unlike = max((most for many, most in self.unlike.items() if many >= number), default=1.0)
-        steady = min(_STEADY_SHARE, 1 - 2 * unlike)
+        steady = min(_STEADY_SHARE, 1 - 2 * self._unlike(len(candidate.stages)))
         if (share := self.alike.get(_alike(candidate))) is not None:
             return max(KNOWN_SLACK, steady) * share
         return max(_SIMULATED_SHARE, steady) * self.simulated_share(candidate)
+
+    def _unlike(self, num_stages: int) -> float:
+        """Return the most by which plans of no fewer stages differed from what their stages take."""
+        return max((most for many, most in self.unlike.items() if many >= num_stages), default=1.0)
 
     @property
     def step_share(self) -> float:
@@ -180,16 +184,26 @@ class LearnedTimes:
         return self.expected[candidate]
 
     def _slack(self, candidate: PipelineCandidate) -> float:
-        known = all(key in self.of_stages for key in candidate.scheduled_otherwise)
+        """Return the share of the time by its expected stages that a candidate is taken to need at least.
+
+        Where all stages are known, to complete it tells nothing but this time.
+        """
+        return max(KNOWN_SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
+
+    def _schedule_share(self, candidate: PipelineCandidate) -> float:
         seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
-        slack = (KNOWN_SLACK if known else _SLACK) * (1.0 if seen else _SIMULATED_SHARE)
-        return slack * self.simulated_share(candidate)
+        return (1.0 if seen else _SIMULATED_SHARE) * self.simulated_share(candidate)
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is taken to need; 0 where its cost is known."""
+        slack = self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
-            0.0 if whole in self.wholes else self.of_stages.get(key, self.share_on(stage.submesh))
+            0.0
+            if whole in self.wholes
+            else slack * KNOWN_SLACK * self.of_stages[key]
+            if key in self.of_stages
+            else slack * _SLACK * self.share_on(stage.submesh)
             for whole, key, stage in each
         )
 

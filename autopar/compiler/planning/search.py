@@ -557,7 +557,7 @@ class _Search:
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s
-            if least_s >= self.best_s and problem.method.effort != "thorough":
+            if least_s >= self.enough_s and problem.method.effort != "thorough":
                 self.learned.learn_step(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return

@@ -13,6 +13,7 @@ from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPr
 from autopar.compiler.planning.space import Completion, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import step_bounds
+from autopar.compiler.planning.virtual_stages import VirtualStage
 from tests.compiler.planning.test_free_search import arguments, train_step
 
 
@@ -119,6 +120,25 @@ def test_stages_of_another_schedule_are_known(candidates):
         assert learned.least_s(other) == pytest.approx(0.995 * 0.9 * other.step_time_s, rel=1e-2)
 
 
+def test_stages_of_equal_layers_are_known_wherever_they_lie(candidates):
+    one = next(each for each in candidates if len(each.virtual_stages) == 2 and each.stages[0] != each.stages[1])
+    layers = dataclasses.replace(one.layers, class_of=(0,) * len(one.layers.class_of))
+    first, second = (stop - start for start, stop in (each.layers for each in one.virtual_stages))
+    here, there = ([(0, cut), (cut, first + second)] for cut in (first, second))
+    one = dataclasses.replace(one, layers=layers, virtual_stages=placed(one, here))
+    other = dataclasses.replace(one, virtual_stages=placed(one, there), stages=one.stages[::-1])
+    learned, seconds = LearnedTimes(), other.simulate_s([stage.cost.in_time(0.9) for stage in other.stages])
+    learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+    assert learned.least_s(other) == pytest.approx(0.995 * learned.simulated_share(other) * seconds)
+    learned.learn_simulated(one, 1.0)
+    assert learned.least_s(other) == pytest.approx(0.998 * seconds)
+
+
+def placed(candidate: PipelineCandidate, layers: list[tuple[int, int]]) -> tuple[VirtualStage, ...]:
+    pairs = zip(candidate.virtual_stages, layers, strict=True)
+    return tuple(dataclasses.replace(each, layers=mine) for each, mine in pairs)
+
+
 def test_fewer_devices_gain_no_more_and_more_devices_may():
     few, many = cluster_shape(2, 8), cluster_shape(4, 8)
     learned = LearnedTimes(on={few: 0.96})
@@ -148,7 +168,9 @@ def test_plans_that_take_what_their_stages_take_tell_of_others_of_no_more_stages
     for share, least in ((1.0, 0.998), (1.004, 0.992), (1.05, 0.98)):
         learned = LearnedTimes()
         learned.learn_simulated(more, share)
-        assert learned.least_simulated_share(one) == pytest.approx(least * unseen_share(one))
+        links = max(unseen_share(one), 1 - 2 * (share - 1))  # what more stages send tells of what fewer do
+        assert learned.simulated_share(one) == pytest.approx(links)
+        assert learned.least_simulated_share(one) == pytest.approx(least * links)
         learned = LearnedTimes()
         learned.learn_simulated(one, share)
         assert learned.least_simulated_share(more) == pytest.approx(0.98 * unseen_share(more))
