@@ -35,6 +35,19 @@ def accumulation_axis(eqn: jc.JaxprEqn) -> int:
     return eqn.params["axis"]
 
 
+def of_microbatches(closed: jc.ClosedJaxpr, num_microbatches: int) -> jc.ClosedJaxpr:
+    """Return the program of a microbatch with its values completed by so many; no body of an equation completes any."""
+    return jc.with_equations(
+        closed,
+        [
+            eqn.replace(params=eqn.params | {"num_microbatches": num_microbatches})
+            if eqn.primitive is accumulate_p
+            else eqn
+            for eqn in jc.open_jaxpr(closed)[0].eqns
+        ],
+    )
+
+
 def combine(kind: str, axis: int, parts: Sequence[Any]) -> Any:
     """Return the parts of all microbatches as one value, which is the meaning of `accumulate`."""
     match kind:

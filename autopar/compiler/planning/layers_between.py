@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs.sizes_between import NotBetween, program_between
+from autopar.compiler.microbatch.accumulate import of_microbatches
+from autopar.compiler.pipeline.phases import find_phases
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.planning.layer_classes import LayerClass, Layers
 
@@ -24,7 +27,7 @@ def layers_between(
     """Return the layers for a number of microbatches; None if those of the two differ in more than sizes.
 
     All three are more than one: a single microbatch is the batch, and nothing is summed over several. `prepare`
-    prepares the step for them, where the stages that are found are to be completed.
+    prepares the step for them where those of the two do not tell it.
     """
     if (one.cuts, one.loop_pieces, one.class_of) != (other.cuts, other.loop_pieces, other.class_of):
         return None
@@ -38,12 +41,33 @@ def layers_between(
     return replace(
         one,
         num_microbatches=num_microbatches,
-        prepare=prepare,
+        prepare=partial(_prepared_between, one, other, at, num_microbatches, prepare),
         classes=classes,
         crossing_bytes=tuple(
             a + (b - a) * float(at) for a, b in zip(one.crossing_bytes, other.crossing_bytes, strict=True)
         ),
     )
+
+
+def _prepared_between(
+    one: Layers, other: Layers, at: Fraction, num_microbatches: int, prepare: Callable[[], PreparedStep]
+) -> PreparedStep:
+    """Return the step that is cut into these layers, written down by those of two numbers of microbatches."""
+    mine, theirs = one.prepared, other.prepared
+    if _inputs(mine) != _inputs(theirs):
+        return prepare()
+    first, second = (of_microbatches(each.phases.step.jaxpr, num_microbatches) for each in (mine, theirs))
+    try:
+        jaxpr = program_between(first, second, at)
+    except NotBetween:
+        return prepare()
+    step = replace(mine.phases.step, jaxpr=jaxpr, num_microbatches=num_microbatches)
+    return replace(mine, phases=find_phases(step))
+
+
+def _inputs(step: PreparedStep) -> object:
+    by_name = step.inputs, step.outputs, step.input_names, dict(step.state_outputs)
+    return by_name, step.recomputes, step.phases.step.inputs
 
 
 def _class_between(one: LayerClass, other: LayerClass, at: Fraction, num_microbatches: int) -> LayerClass:

@@ -36,7 +36,12 @@ def test_layers_by_those_of_two_numbers_are_those_that_are_found(workload, way):
     assert by_others.crossing_bytes == pytest.approx(found.crossing_bytes)
     for field in ("cuts", "class_of", "num_microbatches", "loop_pieces", "least_devices"):
         assert getattr(by_others, field) == getattr(found, field), field
-    assert by_others.prepared.phases.step.num_microbatches == 8
+    mine, theirs = by_others.prepared, found.prepared
+    assert mine is not theirs and str(mine.phases.step.jaxpr) == str(theirs.phases.step.jaxpr)
+    for field in ("of", "rounds", "num_rounds"):
+        assert getattr(mine.phases, field) == getattr(theirs.phases, field), field
+    for field in ("inputs", "num_microbatches"):
+        assert getattr(mine.phases.step, field) == getattr(theirs.phases.step, field), field
 
 
 def test_other_numbers_of_microbatches_are_not_traced():
@@ -46,5 +51,6 @@ def test_other_numbers_of_microbatches_are_not_traced():
         known(count, remat=False, splits=False)
     before = problem.trace.rows_traced
     for count in (8, 16):
-        known(count, remat=False, splits=False)
+        layers, _ = known(count, remat=False, splits=False)
+        assert layers.prepared.phases.step.num_microbatches == count
     assert problem.trace.rows_traced == before
