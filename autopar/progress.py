@@ -119,7 +119,11 @@ def _update(**fields: Any) -> None:
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Collect no cycles inside, not for other threads either; `with` and decorator, also one within another."""
+    """Collect no cycles inside, not for other threads either; `with` and decorator, also one within another.
+
+    What was made inside counts as old then: hardly any of it is in cycles, and to find these would take as long as to
+    trace a step. They wait for the next full collection.
+    """
     if not gc.isenabled():
         yield
         return
@@ -127,4 +131,7 @@ def collector_paused() -> Generator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # else the caller's frozen objects would be thawed
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

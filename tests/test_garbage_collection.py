@@ -19,3 +19,22 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_what_was_made_inside_is_not_looked_at_again_soon() -> None:
+    gc.unfreeze()  # what the suite froze
+    try:
+        with collector_paused():
+            made: list[object] = [[]]
+        assert any(each is made for each in gc.get_objects(generation=2))
+    finally:
+        gc.freeze()
+
+
+def test_what_the_caller_froze_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collector_paused():
+        made: list[object] = [[]]
+    assert 0 < 0.9 * frozen < gc.get_freeze_count()
+    assert not any(each is made for each in gc.get_objects(generation=2))
