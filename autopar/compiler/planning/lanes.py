@@ -130,7 +130,7 @@ class ShardedLanes:
         bare = _bare_plan(ranges, lanes, shares)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
         timing = Timing(schedule=get_schedule(DEFAULT_SCHEDULE), num_microbatches=layers.num_microbatches)
-        layouts = list(stage_shardings(problem, layers, graph, bare, stages, timing))
+        layouts = stage_shardings(problem, layers, graph, bare, stages, timing)
         for stage, each in zip(stages, layouts, strict=True):
             if each.peak_bytes > problem.memory_of(stage.submesh):
                 raise MemoryTooSmall(

@@ -72,16 +72,16 @@ class LearnedTimes:
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
     """What candidates were last simulated to take."""
 
-    def learn_stage(self, candidate: PipelineCandidate, number: int, whole: StageCost, gap: float) -> None:
-        """Keep what a stage of a candidate takes as a whole, up to a gap."""
-        stage, count = candidate.stages[number], candidate.layers.num_microbatches
-        self.wholes[candidate.stage_keys[number]] = whole.in_time(1 - gap)
-        if by_layers_s := _seconds(stage.cost, count):
-            share = (1 - gap) * _seconds(whole, count) / by_layers_s
-            self.of_stages[candidate.scheduled_otherwise[number]] = share
-            self.lately[stage.submesh, stage.cost.choice.remat] = share
-            if stage.stop - stage.start > 1:  # one layer has no border to gain by
-                self._learn_on(stage.submesh, share)
+    def learn_stages(self, candidate: PipelineCandidate, costs: Sequence[StageCost], gap: float) -> None:
+        """Keep what the stages of a candidate take as a whole, up to a gap."""
+        self.wholes.update(zip(candidate.stage_keys, (cost.in_time(1 - gap) for cost in costs), strict=True))
+        count = candidate.layers.num_microbatches
+        for key, stage, whole in zip(candidate.scheduled_otherwise, candidate.stages, costs, strict=True):
+            if by_layers_s := _seconds(stage.cost, count):
+                share = (1 - gap) * _seconds(whole, count) / by_layers_s
+                self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
+                if stage.stop - stage.start > 1:  # one layer has no border to gain by
+                    self._learn_on(stage.submesh, share)
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes."""

@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 
 from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
 from autopar.compiler.jaxprs import compat as jc
@@ -45,7 +45,6 @@ from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
-from autopar.compiler.planning.stage_layouts import StageLayouts
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
@@ -552,14 +551,9 @@ class _Search:
             )
             self.learned.learn_step(candidate, seconds)
             return
-        max_gap = MAX_GAP if region.estimated_s else ESTIMATE_GAP
-        sharded = shard_candidate(problem, candidate, max_gap, partial(self.learn_stage, region))
-        if sharded is None:
-            likely_s = self.likely_s(region)
-            self.learned.learn_step(candidate, likely_s)
-            self.note(str(candidate), max(likely_s, candidate.step_time_s))
-            return
+        sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
         self.learn_memory(region, sharded)
+        self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s
@@ -587,15 +581,6 @@ class _Search:
             f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less.",
             least_share=sharded.peak_bytes / sharded.memory_bytes,
         )
-
-    def learn_stage(self, region: Completion, number: int, layouts: StageLayouts) -> bool:
-        """Keep what a stage of a candidate takes as a whole; return whether it is now unlikely to be the best."""
-        candidate, problem = region.candidate, self.space.cuttable
-        self.learned.learn_stage(candidate, number, layouts.cost, layouts.gap)
-        if self.best is None or problem.method.effort == "thorough":
-            return False
-        fits = layouts.peak_bytes <= problem.memory_of(candidate.stages[number].submesh)
-        return fits and self.likely_s(region) >= self.enough_s
 
     def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
         """Return whether a region completes stages of another one that need as large a share of the memory."""

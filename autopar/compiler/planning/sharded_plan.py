@@ -15,7 +15,7 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import PipelineCandidate
 from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
-from autopar.compiler.planning.stage_layouts import StageLayouts, stage_shardings, with_input_specs
+from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.methods import offloaded
@@ -42,16 +42,8 @@ class ShardedPlan:
         return self.make_plan()
 
 
-def shard_candidate(
-    problem: StageProblem,
-    candidate: PipelineCandidate,
-    max_gap: float = MAX_GAP,
-    tells_enough: Callable[[int, StageLayouts], bool] = lambda number, layouts: False,
-) -> ShardedPlan | None:
-    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap.
-
-    None as soon as a stage, by its number and layouts, `tells_enough` of them all.
-    """
+def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap: float = MAX_GAP) -> ShardedPlan:
+    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap."""
     stages = candidate.stages
     devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
     assert devices is not None
@@ -84,11 +76,7 @@ def shard_candidate(
     if problem.offloads:
         bare = with_offload(bare, graph, offloaded(problem.method), problem.trace.host_state)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
-    shardings: list[StageLayouts] = []
-    for number, each in enumerate(stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap)):
-        if tells_enough(number, each):
-            return None
-        shardings.append(each)
+    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap)
 
     def make_plan() -> Plan:
         planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))

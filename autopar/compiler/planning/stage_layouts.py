@@ -10,7 +10,7 @@ numbers of their values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -199,8 +199,9 @@ def stage_shardings(
     stages: Sequence[Stage],
     timing: Timing,
     max_gap: float = MAX_GAP,
-) -> Iterator[StageLayouts]:
-    """Yield the layouts of all stages, those of one mesh together, up to a gap if that is possible."""
+) -> list[StageLayouts]:
+    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible."""
+    layouts: list[StageLayouts] = []
     kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
     for number, stage in enumerate(stages):
         tell(f"layouts of stage {number + 1} of {len(stages)}")
@@ -210,7 +211,8 @@ def stage_shardings(
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)
         key = (layers, classes, _key(inputs))
         equivalent: _EquivalentStages = problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))
-        yield _solve(problem, inputs, equivalent, max_gap)
+        layouts.append(_solve(problem, inputs, equivalent, max_gap))
+    return layouts
 
 
 def _stage_inputs(

@@ -25,15 +25,10 @@ def candidates() -> list[PipelineCandidate]:
     return stage_candidates(problem, KnownLayers.of(problem), 1, (2, 3), math.inf)
 
 
-def learn_stages(learned, candidate, costs, gap):
-    for number, cost in enumerate(costs):
-        learned.learn_stage(candidate, number, cost, gap)
-
-
 def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.least_s(first) < 0.9 * first.step_time_s
-    learn_stages(learned, first, [stage.cost.in_time(0.95) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, [stage.cost.in_time(0.95) for stage in first.stages], gap=0.0)
     assert learned.least_s(first) == pytest.approx(0.995 * 0.95 * first.step_time_s, rel=1e-2)
     there = {stage.submesh for stage in first.stages}
     for other in candidates:
@@ -46,7 +41,7 @@ def test_what_was_simulated_last_bounds_what_is_expected(candidates):
     for share, each in zip([0.97, 0.9, 1.1, 0.95, 0.85], candidates, strict=False):
         for other in candidates:
             assert learned.bound_s(other) <= learned.least_s(other) == learned.bound_s(other)
-        learn_stages(learned, each, [stage.cost.in_time(share) for stage in each.stages], gap=0.01)
+        learned.learn_stages(each, [stage.cost.in_time(share) for stage in each.stages], gap=0.01)
         bounds = {other: learned.bound_s(other) for other in candidates}
         assert all(0 < bound <= learned.least_s(other) for other, bound in bounds.items())
         learned.learn_step(each, share * each.step_time_s)
@@ -54,7 +49,7 @@ def test_what_was_simulated_last_bounds_what_is_expected(candidates):
 
 def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates):
     first, learned = candidates[0], LearnedTimes()
-    learn_stages(learned, first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
     learned.learn_step(first, 1.2 * first.step_time_s)
     assert learned.least_s(first) == pytest.approx(0.995 * 1.2 * unseen_share(first) * first.step_time_s, rel=1e-2)
     assert not learned.on and learned.step_share == learned.least_share == 0.85
@@ -63,19 +58,19 @@ def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates)
 def test_what_is_usual_is_what_such_stages_took_last(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.usual_s(first) == first.step_time_s
-    learn_stages(learned, first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
     there = {stage.submesh for stage in first.stages}
     alike = [there.intersection(stage.submesh for stage in each.stages) != set() for each in candidates]
     for each, is_alike in zip(candidates, alike, strict=True):
         assert learned.usual_s(each) == pytest.approx((1.2 if is_alike else 1.0) * each.step_time_s)
-    learn_stages(learned, first, [stage.cost.in_time(0.9) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, [stage.cost.in_time(0.9) for stage in first.stages], gap=0.0)
     assert learned.usual_s(first) == first.step_time_s
 
 
 def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     learned = LearnedTimes()
     for each in candidates:
-        learn_stages(learned, each, [stage.cost for stage in each.stages], gap=0.0)
+        learned.learn_stages(each, [stage.cost for stage in each.stages], gap=0.0)
     several = {stage.submesh for each in candidates for stage in each.stages if stage.stop - stage.start > 1}
     assert several and learned.on.keys() == several
 
@@ -121,7 +116,7 @@ def test_stages_of_another_schedule_are_known(candidates):
     assert pairs
     for one, other in pairs:
         learned = LearnedTimes()
-        learn_stages(learned, one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+        learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
         assert learned.least_s(other) == pytest.approx(0.995 * 0.9 * other.step_time_s, rel=1e-2)
 
 
@@ -133,7 +128,7 @@ def test_stages_of_equal_layers_are_known_wherever_they_lie(candidates):
     one = dataclasses.replace(one, layers=layers, virtual_stages=placed(one, here))
     other = dataclasses.replace(one, virtual_stages=placed(one, there), stages=one.stages[::-1])
     learned, seconds = LearnedTimes(), other.simulate_s([stage.cost.in_time(0.9) for stage in other.stages])
-    learn_stages(learned, one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+    learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
     assert learned.least_s(other) == pytest.approx(0.995 * learned.simulated_share(other) * seconds)
     learned.learn_simulated(one, 1.0)
     assert learned.least_s(other) == pytest.approx(0.998 * seconds)
@@ -217,20 +212,3 @@ def test_stages_that_are_much_faster_than_the_best_plan_are_completed_first(cand
     assert isinstance(first, Completion) and first.candidate.step_time_s == seconds
     searching.best_s = 1.02 * seconds
     assert searching.next_region() is region
-
-
-def test_a_candidate_is_given_up_as_soon_as_one_of_its_stages_takes_too_long(candidates):
-    cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
-    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 1024))
-    problem = StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
-    simulated: list[object] = []
-    searching = _Search.of(problem, lambda plan: simulated.append(plan) or math.inf)
-    candidate = min(candidates, key=lambda each: each.step_time_s)
-    region = Completion(candidate=candidate, region=next(searching.space.stages()))
-    searching.best, searching.best_s = traced.plan(autopar.DataParallel()).plan, candidate.step_time_s / 10
-    searching.complete(region)
-    assert not simulated and len(searching.space.cuttable.solved_stages) == 1 < len(candidate.stages)
-    assert searching.others[str(candidate)] >= candidate.step_time_s
-    searching.best_s = math.inf
-    searching.complete(region)
-    assert len(simulated) == 1

@@ -95,7 +95,6 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
     )
     found = stage_candidates(problem, KnownLayers.of(problem), 8, (2, 8), math.inf)
     sharded = shard_candidate(problem, min(found, key=lambda each: each.step_time_s))
-    assert sharded is not None
     peak_bytes = sharded.peak_bytes
     simulated = step.plan(sharded.plan).simulate(cluster())
     assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
