@@ -231,7 +231,7 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
 def _add_kernels(table: Table, machine: Machine, measured: Sequence[Measurement]) -> None:
     """Add the figures of kernels that are measured of GPUs."""
     convolved = dict.fromkeys(machine.computed_in(each.dtype) for each in measured if each.what == "convolution")
-    of_types = ", ".join(f"{dtype} {100 * machine.convolution_share.get(dtype, 1.0):.0f} %" for dtype in convolved)
+    of_types = ", ".join(f"{dtype} {100 * machine.share_of_convolutions(dtype):.0f} %" for dtype in convolved)
     rows = (
         ("reduction", "reductions, of the bandwidth", f"{100 * machine.reducing_share:.0f} %"),
         ("convolution", "convolutions, of products in a step", of_types),
@@ -397,7 +397,8 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
     if each.what == "reduction":
         return machine.kernel_s + each.nbytes / (machine.memory_bandwidth * machine.reducing_share)
     if each.what == "convolution":
-        return each.flops / machine.convolution_flops(each.dtype) + each.nbytes / machine.memory_bandwidth
+        rate = machine.matmul_flops(each.dtype) * machine.in_step_share * machine.share_of_convolutions(each.dtype)
+        return each.flops / rate + each.nbytes / machine.memory_bandwidth
     if each.what == "pieces":
         taken = 1 - WRITTEN_SHARE + WRITTEN_SHARE * machine.piece_bytes / PIECE_BYTES
         return machine.memory_s(taken * each.nbytes)

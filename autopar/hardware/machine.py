@@ -366,10 +366,9 @@ class Machine:
         computed_in = self.computed_in(dtype)
         return self.peak_flops[computed_in] * self.matmul_share[computed_in]
 
-    def convolution_flops(self, dtype: str) -> float:
-        """FLOP/s that convolutions of arrays of `dtype` reach within a step."""
-        share = self.convolution_share.get(self.computed_in(dtype), 1.0)
-        return self.matmul_flops(dtype) * self.in_step_share * share
+    def share_of_convolutions(self, dtype: str) -> float:
+        """The share that convolutions of arrays of `dtype` reach of the rate of products within a step."""
+        return self.convolution_share.get(self.computed_in(dtype), 1.0)
 
     def matmul_s(self, flops: float, nbytes: float, dtype: str) -> float:
         """Seconds of one matrix product that reads and writes `nbytes` altogether."""

@@ -43,7 +43,7 @@ _SMALL = 64
 _IN_A_ROW = 256
 """Rows and columns of the products of executables in a row, at the least: as many more as take `_AHEAD_S`."""
 _MOST_IN_A_ROW, _AHEAD_S = 8192, 1e-3
-"""So long a host is ahead of its devices, and what they wait for is no start of an executable."""
+"""How many at the most, and so long that the host is ahead: devices wait for no start of an executable."""
 _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
 _FIRST_OF_UNITS = 3
@@ -392,7 +392,7 @@ def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:
     return [Measurement(what="dispatch", dtype="float32", nbytes=4, seconds=median_s)]
 
 
-def _executions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+def _executions(devices: Sequence[Any], _: Effort) -> list[Measurement]:
     """What some products take longer as executables in a row than as one, the host being ahead of the devices."""
     each = _on_each(lambda x, others: (jax.nn.softmax(x @ x), [y + 1.0 for y in others]), devices)
     others = [_made(lambda: jnp.ones(len(devices), jnp.float32), devices)] * _ARRAYS
@@ -405,11 +405,16 @@ def _executions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
         jax.block_until_ready(carried)
         return time.perf_counter() - start
 
-    rows, carried = _IN_A_ROW, ()
-    while not carried or (rows < _MOST_IN_A_ROW and min(seconds(one, carried, 4) for _ in range(3)) < 4 * _AHEAD_S):
-        rows = 2 * rows if carried else rows
-        carried = _made(lambda: jnp.ones((len(devices) * rows, rows), jnp.float32), devices), others  # noqa: B023
-        seconds(one, carried, 1)
+    def begun(rows: int) -> tuple[Any, ...]:
+        carried = _made(lambda: jnp.ones((len(devices) * rows, rows), jnp.float32), devices), others
+        seconds(one, carried, 1)  # compiles
+        return carried
+
+    rows = _IN_A_ROW
+    carried = begun(rows)
+    while rows < _MOST_IN_A_ROW and min(seconds(one, carried, 4) for _ in range(3)) < 4 * _AHEAD_S:
+        rows *= 2
+        carried = begun(rows)
 
     @jax.jit
     def row(*carried: Any) -> Any:

@@ -355,9 +355,8 @@ def test_one_share_of_convolutions_is_that_of_all_types():
     read = Machine.from_data({**ONE.to_data(), "convolution_share": 0.5})
     assert read.convolution_share == {"float32": 0.5, "float16": 0.5}
     assert Machine.from_json(read.to_json()) == read
-    by_type = dataclasses.replace(ONE, convolution_share={"float16": 0.5}, in_step_share=0.9)
-    assert by_type.convolution_flops("float16") == 0.5 * 0.9 * by_type.matmul_flops("float16")
-    assert by_type.convolution_flops("float32") == 0.9 * by_type.matmul_flops("float32")
+    by_type = dataclasses.replace(ONE, convolution_share={"float16": 0.5})
+    assert (by_type.share_of_convolutions("float16"), by_type.share_of_convolutions("float32")) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _times_computed(eqn: jc.JaxprEqn, machine: Machine) -> int:
 def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:
     """Return the share that a product reaches of what single matrix products do."""
     if eqn.primitive.name not in MATRIX_PRODUCTS:
-        share = machine.convolution_share.get(machine.computed_in(_dtype_of_products(eqn)), 1.0)
+        share = machine.share_of_convolutions(_dtype_of_products(eqn))
         loaded = channel_bytes(eqn) / _LOADED_BYTES
         return share * machine.narrow_share * loaded if machine.narrow_share < 1 and loaded < 1 else share
     return machine.batched_share if _is_batched(eqn) else 1.0

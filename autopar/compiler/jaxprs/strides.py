@@ -60,10 +60,18 @@ def writes_transposed(eqn: jc.JaxprEqn) -> bool:
 
 
 def channel_bytes(eqn: jc.JaxprEqn) -> int:
-    """Return the bytes of all channels of one place of the images of a convolution, or of its kernel's gradient."""
+    """Return the bytes of all channels of one place of the images of a convolution.
+
+    That which makes a kernel's gradient has examples for features and channels for examples: it is known by windows,
+    the gradients of images, that are larger than what it makes.
+    """
+    convolution = jp.convolution_of(eqn)
     images: Any = eqn.invars[0].aval
-    batch, feature = jp.convolution_of(eqn).lhs_spec[:2]
-    return images.shape[batch if writes_transposed(eqn) else feature] * images.dtype.itemsize
+    window, made = (
+        math.prod(_shape(v)[dim] for dim in spec[2:])
+        for v, spec in ((eqn.invars[1], convolution.rhs_spec), (eqn.outvars[0], convolution.out_spec))
+    )
+    return images.shape[convolution.lhs_spec[0 if window > made else 1]] * images.dtype.itemsize
 
 
 def transposed_results(eqn: jc.JaxprEqn) -> list[Any]:

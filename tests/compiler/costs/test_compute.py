@@ -74,15 +74,19 @@ def test_products_with_rows_of_odd_lengths_are_slower_where_nothing_pads_them(co
 
 
 @pytest.mark.parametrize(("channels", "share"), [(3, 0.25 * 3 / 4), (4, 1.0), (16, 1.0)])
-def test_convolutions_of_few_channels_are_slower_with_those_that_libraries_pad_them_to(channels, share):
-    images, kernel = real(8, 32, 32, channels), real(5, 5, channels, 512)
-    numbers = ("NHWC", "HWIO", "NHWC")
+@pytest.mark.parametrize("layout", ["HWIO", "OIHW"])
+@pytest.mark.parametrize("examples", [2, 8])  # few of these are no reason
+def test_convolutions_of_few_channels_are_slower_with_those_that_libraries_pad_them_to(
+    channels, share, layout, examples
+):
+    sizes = {"H": 5, "W": 5, "I": channels, "O": 512}
+    images, kernel = real(examples, 32, 32, channels), real(*(sizes[name] for name in layout))
 
     def convolve(x, w):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", layout, "NHWC"))
 
     for fn in (convolve, lambda x, y: jax.linear_transpose(lambda w: convolve(x, w), kernel)(y)):
-        case = ("conv_general_dilated", fn, (images, kernel if fn is convolve else real(8, 32, 32, 512)))
+        case = ("conv_general_dilated", fn, (images, kernel if fn is convolve else real(examples, 32, 32, 512)))
         plain, narrow = seconds(case)[0], seconds(case, changed(narrow_share=0.25))[0]
         assert narrow == pytest.approx(plain / share, rel=0.02)
 
