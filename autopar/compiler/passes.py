@@ -33,11 +33,12 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
-from autopar.compiler.planning.offload import Simulated, search_with_offload
+from autopar.compiler.planning.offload import search_with_offload
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
+from autopar.compiler.planning.search import Simulated
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.errors import InvalidArgument

@@ -10,12 +10,11 @@ by degrees, as what their devices hold is known of whole plans only (`planning.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.compiler.memory.estimate import HEADROOM
 from autopar.compiler.planning.degree_plans import plans_by_degrees
-from autopar.compiler.planning.search import search_plan
+from autopar.compiler.planning.search import Simulated, search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import AutoparError, MemoryTooSmall
 from autopar.ir.plan import Plan
@@ -23,16 +22,6 @@ from autopar.methods import offloaded
 
 _SEARCHED = ("off", "optimizer")
 _BY_DEGREES = ("activations", "parameters", ("parameters", "activations"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """What the simulation of a plan says."""
-
-    step_s: Callable[[Plan], float]
-    """Seconds of a step; `MemoryTooSmall` for what the hosts have no room for."""
-    peak_bytes: Callable[[Plan], Sequence[float]]
-    """By mesh, the bytes of a device."""
 
 
 def search_with_offload(problem: StageProblem, simulated: Simulated) -> Plan:
@@ -46,7 +35,7 @@ def search_with_offload(problem: StageProblem, simulated: Simulated) -> Plan:
     found: list[Plan] = []
     refused: AutoparError | None = None
     try:
-        found.append(search_plan(problem, simulated.step_s))
+        found.append(search_plan(problem, simulated))
     except AutoparError as error:
         refused = error
     if not problem.offloads and found:
@@ -66,9 +55,7 @@ def _fastest(problem: StageProblem, simulated: Simulated) -> Plan:
         method = replace(problem.method, offload=offload)
         try:
             found.append(
-                search_plan(
-                    replace(problem, method=method, known={}, layer_optima={}, solved_stages={}), simulated.step_s
-                )
+                search_plan(replace(problem, method=method, known={}, layer_optima={}, solved_stages={}), simulated)
             )
         except AutoparError as error:
             if offload == "off" and not isinstance(error, MemoryTooSmall):

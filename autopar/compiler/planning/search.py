@@ -81,10 +81,19 @@ _UNLIKELY = "what other numbers of microbatches tell to be slower was not search
 """Why a search ended with bounds below its best plan, where nothing stopped it."""
 _CLOCK = 5
 """Times the time limit, by which work is counted, after which the clock ends a search: a busy machine is as slow."""
-SimulatedTime = Callable[[Plan], float]
 
 
-def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What the simulation of a plan says."""
+
+    step_s: Callable[[Plan], float]
+    """Seconds of a step; `MemoryTooSmall` for what the hosts have no room for."""
+    peak_bytes: Callable[[Plan], Sequence[float]]
+    """By mesh, the bytes of a device."""
+
+
+def search_plan(problem: StageProblem, simulated: Simulated) -> Plan:
     """Return the fastest plan that the method allows, with its certificate.
 
     Raises `MemoryTooSmall` where nothing fits, `InvalidArgument` for what the devices, the layers or the pins cannot
@@ -92,16 +101,16 @@ def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
     """
     pins_of_inputs(problem.trace, problem.method.pins)
     if problem.num_devices == 1 and not problem.offloads:
-        return _plan_on_one_device(problem, simulated_s)
+        return _plan_on_one_device(problem, simulated)
     if problem.hardware.is_mixed and problem.num_stages is not None:
         raise InvalidArgument(
             f"A number of stages or a mesh_shape was given for {problem.hardware}, whose stages differ in size. "
             "Leave both to the search, or use PipelineParallel for equal stages by hand."
         )
-    return _Search.of(problem, simulated_s).run()
+    return _Search.of(problem, simulated).run()
 
 
-def _plan_on_one_device(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
+def _plan_on_one_device(problem: StageProblem, simulated: Simulated) -> Plan:
     """Return the plan of the step as it is, where that fits for sure; else a search says what is computed again.
 
     A budget that is a word asks for what is fastest within a usual device. Where nothing is, the step runs as it is:
@@ -112,10 +121,10 @@ def _plan_on_one_device(problem: StageProblem, simulated_s: SimulatedTime) -> Pl
     needed = made + sum(aval_bytes(leaf.aval) for leaf in trace.inputs) + problem.machine.product_workspace_bytes
     given = method.num_stages, method.mesh_shape, method.schedule, method.num_microbatches, method.remat is True or None
     if any(each is not None for each in given):
-        return _Search.of(problem, simulated_s).run()
+        return _Search.of(problem, simulated).run()
     if needed > problem.memory_bytes:
         try:
-            return _Search.of(problem, simulated_s).run()
+            return _Search.of(problem, simulated).run()
         except MemoryTooSmall:
             if not isinstance(method.memory, str):
                 raise
@@ -132,7 +141,7 @@ class _Search:
     """The state of a search; only its own methods change it."""
 
     space: Space
-    simulated_s: SimulatedTime
+    simulated: Simulated
     deadline_s: float
     """Of `time.process_time()`; it ends the search once there is a plan."""
     open: list[Region] = field(default_factory=list[Region])
@@ -169,13 +178,13 @@ class _Search:
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
-    def of(cls, problem: StageProblem, simulated_s: SimulatedTime) -> _Search:
+    def of(cls, problem: StageProblem, simulated: Simulated) -> _Search:
         """Return the search at its start: every region is open."""
         method = problem.method
         deadline_s = time.process_time() + _CLOCK * method.time_limit_s
         refuse_too_large_a_state(problem.trace, method.memory, problem.hardware, offloaded=offloaded(method))
         space = Space.of(problem)
-        return cls(space=space, simulated_s=simulated_s, deadline_s=deadline_s, open=list(space.regions))
+        return cls(space=space, simulated=simulated, deadline_s=deadline_s, open=list(space.regions))
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
@@ -432,7 +441,7 @@ class _Search:
                 words, least_s = f"{region}{', pipelines' * several}", lanes.least_s
                 if least_s < min(self.best_s, self.beside[1] if self.beside else math.inf):
                     plan = lanes.plan()
-                    least_s = self.simulated_s(plan)
+                    least_s = self.simulated.step_s(plan)
                     self.add(plan, words, least_s, beside=several)
                 self.note(words, least_s)
                 share = least_s / region.bound_s
@@ -561,13 +570,17 @@ class _Search:
                 self.learned.learn_step(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
-            simulated_s = self.simulated_s(sharded.plan)
+            plan = sharded.plan
+            simulated_s = self.simulated.step_s(plan)
             if sharded.gap > MAX_GAP and not region.estimated_s:
                 self.open.append(replace(region, estimated_s=(1 - sharded.gap) * simulated_s))
             self.learned.learn_simulated(candidate, simulated_s / sharded.step_time_s)
             self.learned.learn_step(candidate, simulated_s)
-            self.add(sharded.plan, str(candidate), simulated_s)
-            return
+            sharded = sharded.needing(self.simulated.peak_bytes(plan))
+            if sharded.peak_bytes <= sharded.memory_bytes:
+                self.add(plan, str(candidate), simulated_s)
+                return
+            self.learn_memory(region, sharded)
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
         before = region.region
         if before.attempt + 1 < _ATTEMPTS:

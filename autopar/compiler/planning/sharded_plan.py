@@ -5,7 +5,7 @@ PipelineCandidate  ->  ShardedPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,6 +32,8 @@ class ShardedPlan:
     step_time_s: float
     peak_bytes: float
     memory_bytes: float
+    limits: tuple[float, ...]
+    """By mesh, the bytes that its devices may use."""
     gap: float
     """The share of its time that the best layouts of these stages may take less."""
     make_plan: Callable[[], Plan]
@@ -40,6 +42,11 @@ class ShardedPlan:
     def plan(self) -> Plan:
         """The plan, made when it is first asked for."""
         return self.make_plan()
+
+    def needing(self, peaks: Sequence[float]) -> ShardedPlan:
+        """Return the same plan of which each mesh needs so many bytes on its devices."""
+        peak_bytes, memory_bytes = _fullest(peaks, self.limits)
+        return replace(self, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
 
 
 def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap: float = MAX_GAP) -> ShardedPlan:
@@ -82,8 +89,8 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap
         planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
         return with_input_specs(replace(bare, meshes=tuple(planned)), graph)
 
-    peaks = [(each.peak_bytes, problem.memory_of(stage.submesh)) for each, stage in zip(shardings, stages, strict=True)]
-    peak_bytes, memory_bytes = max(peaks, key=lambda peak: peak[0] / peak[1])
+    limits = tuple(problem.memory_of(stage.submesh) for stage in stages)
+    peak_bytes, memory_bytes = _fullest([each.peak_bytes for each in shardings], limits)
     costs = tuple(each.cost for each in shardings)
     return ShardedPlan(
         make_plan=make_plan,
@@ -91,5 +98,11 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap
         step_time_s=candidate.simulate_s(costs),
         peak_bytes=peak_bytes,
         memory_bytes=memory_bytes,
+        limits=limits,
         gap=max(each.gap for each in shardings),
     )
+
+
+def _fullest(peaks: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
+    """Return the bytes that a device needs and may use, of those that use the largest share."""
+    return max(zip(peaks, limits, strict=True), key=lambda each: each[0] / each[1])

@@ -115,6 +115,15 @@ def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
             step.plan(method)
 
 
+@pytest.mark.parametrize("share", [0.968, 0.964, 0.96, 0.956])
+def test_stages_that_are_taken_to_hold_as_much_as_another_are_simulated_to_fit(share):
+    step = traced(recomputed=False)
+    method = autopar.Auto(num_microbatches=8, schedule="interleaved", num_stages=2, memory="off")
+    budget = share * step.plan(method).simulate(cluster()).peak_bytes
+    found = step.plan(dataclasses.replace(method, memory=budget))
+    assert found.simulate(cluster()).peak_bytes <= budget
+
+
 def test_products_deferred_to_the_end_keep_their_operands():
     """Gradients that are reduced over devices wait, and so does what their products read."""
     size = GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=512, batch=16)
