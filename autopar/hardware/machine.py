@@ -142,6 +142,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
+    "keeps_exponentials",
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
@@ -245,6 +246,8 @@ class Machine:
     """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
     holds_rows: bool = False
     """XLA reduces rows and computes what follows in one kernel, and exponentials once more in each that reads them."""
+    keeps_exponentials: bool = False
+    """Where XLA holds rows, it keeps exponentials all the same that more than two kernels read."""
     transposes_operands: bool = False
     """XLA transposes operands of products whose batch, contracted or other dimensions are not side by side."""
     widens_bfloat16: bool = False

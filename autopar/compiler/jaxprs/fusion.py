@@ -18,7 +18,8 @@ read of float32 is kept in bfloat16, in which they multiply.
 
 Where the compiler holds rows, a reduction of the innermost dimensions in memory is computed in each kernel that reads
 its operand, which goes on to what follows, up to one array; the columns of that are summed from memory. Exponentials
-and quotients are computed again for every reader. Where it transposes operands, products read copies (`strides`).
+(unless kept for many) and quotients are computed again for every reader. Where it transposes operands, products read
+copies (`strides`).
 
 A loop over stacks begins with zeros for those that it makes. Each iteration writes its part of each in a kernel of its
 own, which elementwise equations are fused into, and copies the parts that something apart reads out of their stacks.
@@ -76,6 +77,8 @@ _CHEAP = _names(
 
 _COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
 """What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
+MANY_READERS = 3
+"""How many kernels read an exponential at least that is kept where a machine keeps them."""
 _LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
@@ -113,6 +116,8 @@ class FusionRules(NamedTuple):
     """Products compute what they read, and what follows them."""
     holds_rows: bool = False
     """Reductions of rows and what follows them are one kernel, and exponentials are computed again for each reader."""
+    keeps_exponentials: bool = False
+    """Exponentials are kept all the same that more than two kernels read."""
     transposes_operands: bool = False
     """Operands of products are transposed whose dimensions of one kind are not side by side."""
     transposes_kernels: bool = False
@@ -412,10 +417,10 @@ class _Fusion:
                 own = (*own, number)
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader not in wanting))
             computed = not wanting and number not in self.shared
-            if computed and (len(inside) <= 1 or not self._is_kept(eqn) or self._grows(number)):
+            if computed and (len(inside) <= 1 or not self._is_kept(eqn, len(inside)) or self._grows(number)):
                 self.kernels[number] = inside
                 return
-            if self.rules.fuses_products and not self._is_kept(eqn):
+            if self.rules.fuses_products and not self._is_kept(eqn, len(inside)):
                 self.stored.add(number)
                 self.kernels[number] = inside | {own}
                 return
@@ -462,11 +467,12 @@ class _Fusion:
             made = [self.largest[self.makers[v]] if v in self.makers else aval_bytes(v.aval) for v in operands]
             self.largest.append(max(made, default=0))
 
-    def _is_kept(self, eqn: jc.JaxprEqn) -> bool:
-        """Return true if a result is rather kept than computed twice."""
-        if self.rules.fuses_products:
-            return eqn.primitive.name in DRAWS
-        return is_expensive(eqn) and not (self.rules.holds_rows and eqn.primitive.name in _COMPUTED_AGAIN)
+    def _is_kept(self, eqn: jc.JaxprEqn, num_readers: int) -> bool:
+        """Return true if a result is rather kept than computed again in each of the kernels that read it."""
+        name, rules = eqn.primitive.name, self.rules
+        if rules.holds_rows and name in _COMPUTED_AGAIN:
+            return rules.keeps_exponentials and name in ("exp", "exp2") and num_readers >= MANY_READERS
+        return name in DRAWS if rules.fuses_products else is_expensive(eqn)
 
     def _traffic(self) -> Iterator[Traffic]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""

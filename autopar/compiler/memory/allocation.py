@@ -61,6 +61,7 @@ class MemoryProgram:
             for_memory=machine.schedules_for_memory,
             scatters_sums=machine.scatters_sums,
             combined_bytes=machine.combined_bytes,
+            memory_bandwidth=machine.memory_bandwidth,
         )
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}

@@ -53,6 +53,9 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 from autopar.hardware.machine import Machine
 
+_KEPT_GROWTH = 2.0
+"""How many times as large as what it is computed from an exponential is kept: in float32, of bfloat16."""
+
 
 class BlockValue(NamedTuple):
     """A value and the block that makes or is given it: a body that stands twice has values of its own each time."""
@@ -344,6 +347,7 @@ class _Lister:
                     reads,
                     results,
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
+                    growth=_KEPT_GROWTH if self.machine.keeps_exponentials else 1.0,
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)

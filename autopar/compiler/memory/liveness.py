@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.fusion import FusionKind
+from autopar.compiler.jaxprs.fusion import MANY_READERS, FusionKind
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
 
 Key = Hashable
@@ -49,6 +49,8 @@ class Op(NamedTuple):
     results: tuple[Key, ...]
     expensive: bool = False
     """Too costly to be computed twice."""
+    growth: float = 1.0
+    """How many times as large as all that it is computed from a result of many readers may be and still be kept."""
     widening: float = 1.0
     """By how much wider its result is kept than its type is."""
     over: bool = False
@@ -240,7 +242,8 @@ class _Program:
             self.smaller.add(key)
         fused = [not self._wants(time, key) for time in readers]
         # What is larger than all that it is computed from would cost more to read than to compute again.
-        grows = self.extent[key] / op.widening > sum(self.extent[self._root(place)] for place in sources)
+        allowed = op.growth if len(readers) >= MANY_READERS else 1.0
+        grows = self.extent[key] / op.widening > allowed * sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
         again = len(readers) <= 1 or (cheap and (all(fused) or len(sources) <= 1))
         if again and len(sources) <= _MAX_SOURCES:

@@ -11,8 +11,11 @@ is whole.
 Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
 run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
 compute capability 9 and 10. It goes from the end of the program to its beginning, and puts behind a collective as many
-of these, the last ones first, as take as long as that. The first collective hurries for no other: all that are left
-stand behind it. Where only results take collectives there is nothing else to hide, and all of them stand at the end.
+of these, the last ones first, as take as long as that with the updates that they lead to. The first collective hurries
+for no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and
+all of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
+products, from the end on, and where a region is computed again last that has fewer products than there are such
+gradients before it, these stand before it.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
 that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update.
@@ -52,18 +55,21 @@ def order_ops(
     for_memory: bool = True,
     scatters_sums: bool,
     combined_bytes: float,
+    memory_bandwidth: float = math.inf,
 ) -> OpOrder:
     """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
 
     `nbytes` are those of all arrays. `for_latency`: it puts products behind the collectives that they can hide.
     `for_memory`: where not, large gradients wait for the end.
-    `scatters_sums`: it has reduce-scatters. `combined_bytes`: sums are one collective up to that.
+    `scatters_sums`: it has reduce-scatters. `combined_bytes`: sums are one collective up to that. `memory_bandwidth`
+    in bytes/s: by it updates of the state take their time.
     """
     before = _predecessors(ops)
     tail = _tail(ops, before)
-    deferred = _deferred(ops, before, tail) if for_latency else {}
-    held = _held(ops, tail, replaced)
+    update_s = _update_s(ops, before, tail, replaced, nbytes, memory_bandwidth) if for_latency else {}
     groups = _combined(ops, before, tail, nbytes, scatters_sums, combined_bytes)
+    deferred = _deferred(ops, before, tail, groups, update_s) if for_latency else {}
+    held = _held(ops, tail, replaced)
     if for_memory and not for_latency:
         deferred = _large(ops, before, nbytes, groups)
     times = _times(ops, before, tail, held, deferred)
@@ -168,6 +174,8 @@ def _times(
     late: set[int] = set()
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
     end = max(end, *(time for time in deferred.values() if time < len(ops)), 0)
+    # What is done with one of those that wait stands before the next one.
+    turns = {number: 0.25 + 0.25 * turn / len(deferred) for turn, number in enumerate(sorted(deferred))}
     for number in range(len(ops)):
         if tail[number]:
             # The results of collectives come while other work is going on, and wait for it.
@@ -176,7 +184,7 @@ def _times(
                 late.add(number)
         if number in deferred:
             waits_for = deferred[number] if deferred[number] < _AT_THE_END else end
-            times.append(max((waits_for + 0.25, *(times[other] for other in before[number]))))
+            times.append(max((waits_for + turns[number], *(times[other] for other in before[number]))))
         elif tail[number] and number not in late:
             times.append(max((times[other] for other in before[number]), default=-1))
             if number in held:
@@ -243,8 +251,40 @@ def _made(op: Op, nbytes: Mapping[Key, float]) -> float:
     )
 
 
-def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool]) -> dict[int, float]:
-    """Return, by product that leads to results only, the number of the collective behind which it stands."""
+def _update_s(
+    ops: Sequence[Op],
+    before: Sequence[set[int]],
+    tail: Sequence[bool],
+    replaced: Sequence[tuple[Key, Key]],
+    nbytes: Mapping[Key, float],
+    memory_bandwidth: float,
+) -> dict[int, float]:
+    """Return, by op, how long updates of the state take that nothing but its result holds up, and no collective."""
+    makers = {key: number for number, op in enumerate(ops) for key in op.results}
+    gradient: dict[int, int] = {}
+    for number, op in enumerate(ops):
+        if tail[number] and not op.collective:
+            found = [gradient.get(other, other) for other in before[number] if not tail[other] or other in gradient]
+            if found:
+                gradient[number] = max(found)
+    taken: dict[int, float] = {}
+    for result, _ in replaced:
+        number = gradient.get(makers.get(result, -1))
+        if number is not None:
+            # What was there is read, and what replaces it written.
+            taken[number] = taken.get(number, 0.0) + 2 * nbytes[result]
+    read = {number: sum(nbytes.get(key, 0.0) for key in ops[number].results) for number in taken}
+    return {number: (size + read[number]) / memory_bandwidth for number, size in taken.items()}
+
+
+def _deferred(
+    ops: Sequence[Op],
+    before: Sequence[set[int]],
+    tail: Sequence[bool],
+    groups: Sequence[Sequence[int]],
+    update_s: Mapping[int, float],
+) -> dict[int, float]:
+    """Return, by product that leads to results only, the number of the op behind which it stands."""
     leads = [False] * len(ops)
     for number in range(len(ops) - 1, -1, -1):
         heavy = _is_heavy(ops[number])
@@ -257,6 +297,8 @@ def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool
     ]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
+    if late and waiting and all(number < waiting[0] for number in early) and _one_sum(ops, before, groups, waiting):
+        return _behind_nothing(ops, waiting)
     if not early:
         return dict.fromkeys(waiting, _AT_THE_END) if late else {}
     found: dict[int, float] = {}
@@ -268,5 +310,31 @@ def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool
         while waiting and left_s > 0:
             number = waiting.pop()
             found[number] = place
-            left_s -= ops[number].seconds
+            left_s -= ops[number].seconds + update_s.get(number, 0.0)
     return found
+
+
+def _one_sum(
+    ops: Sequence[Op], before: Sequence[set[int]], groups: Sequence[Sequence[int]], waiting: Sequence[int]
+) -> bool:
+    """Return true if one collective takes all products that wait for a sum, so that none of them can hide it."""
+    products = {number for number in waiting if _is_heavy(ops[number])}
+    taking = 0
+    for group in groups:
+        seen, behind = set[int](), [*group]
+        while behind:
+            number = behind.pop()
+            if number not in seen:
+                seen.add(number)
+                behind += () if _is_heavy(ops[number]) else before[number]
+        taking += not products.isdisjoint(seen)
+    return taking == 1
+
+
+def _behind_nothing(ops: Sequence[Op], waiting: Sequence[int]) -> dict[int, float]:
+    """Return the op behind which each of those that wait stands where they hide nothing: see the module."""
+    again = max((number for number, op in enumerate(ops) if op.kind == "barrier"), default=-1)
+    others = set(waiting)
+    chain = sum(_is_heavy(op) and number not in others for number, op in enumerate(ops) if number > again)
+    fill = sum(_is_heavy(ops[number]) for number in waiting if number < again) > chain
+    return {number: again - 1 if fill and number < again else _AT_THE_END for number in waiting}

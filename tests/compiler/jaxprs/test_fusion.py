@@ -193,6 +193,22 @@ def test_rows_are_held_in_one_kernel_where_the_compiler_does(fn, arrays: float):
     assert moved(fn, X, holds_rows=True) == pytest.approx(arrays, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("num_readers", "more"),
+    [pytest.param(2, 0, id="computed again in two kernels"), pytest.param(3, 1, id="kept for three")],
+)
+def test_exponentials_of_many_kernels_are_kept_where_the_compiler_does(num_readers: int, more: float):
+    def fn(x, y):
+        z = jnp.exp(x)
+        for _ in range(num_readers):
+            y = (y * z) @ y
+        return y
+
+    again, kept = (moved(fn, X, X, holds_rows=True, keeps_exponentials=keeps) for keeps in (False, True))
+    # It is written once, and read in place of what it is computed from.
+    assert kept - again == pytest.approx(more, abs=0.05)
+
+
 def test_rows_that_no_kernel_holds_are_read_after_each_reduction():
     x = jax.ShapeDtypeStruct((4, 2**15), jnp.float32)
     assert moved(jax.nn.softmax, x, holds_rows=True) * ONE == pytest.approx(4 * 4 * 4 * 2**15, rel=1e-3)

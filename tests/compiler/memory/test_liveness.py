@@ -50,6 +50,22 @@ def test_only_what_is_dear_is_kept_for_two_readers(expensive, kept):
     assert found["a"] == ((0, 1) if expensive else (0, 4))
 
 
+@pytest.mark.parametrize(
+    ("growth", "num_readers", "kept"),
+    [
+        pytest.param(1.0, 3, "a", id="what is larger than its source is computed again"),
+        pytest.param(2.0, 3, "b", id="but not where the compiler keeps it"),
+        pytest.param(2.0, 2, "a", id="for many readers"),
+    ],
+)
+def test_what_is_dear_and_larger_than_its_source_is_kept_where_the_compiler_does(growth, num_readers, kept):
+    readers = [Op("reduction", ("b",), (name,)) for name in "cde"[:num_readers]]
+    ops = [PRODUCT, Op("fused", ("a",), ("b",), expensive=True, growth=growth), *readers]
+    found = lifetimes(ops, "xw", "cde"[:num_readers], dict.fromkeys("acdewx", 1.0) | {"b": 2.0})
+    last = len(ops) - 1
+    assert {key for key, life in found.whole.items() if key in "ab" and life.stop > last} == {kept}
+
+
 @pytest.mark.parametrize("recomputed, kept", [(False, {"a", "b"}), (True, {"c"})])
 def test_what_a_recomputed_region_is_given_is_kept_itself(recomputed, kept):
     # A residual sum of two products, which is read again at the end.

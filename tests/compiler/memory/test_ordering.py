@@ -100,6 +100,46 @@ def test_products_wait_for_no_more_than_the_next_collective_that_they_can_hide()
     assert place(gather) < min(map(place, weights))
 
 
+def test_updates_stand_behind_their_gradients_and_hide_collectives_with_them():
+    first = Op("apart", ("start",), ("a",), collective="all-reduce", seconds=1.0)
+    gather = Op("apart", ("b",), ("whole b",), collective="all-gather", seconds=1.0)
+    weights = [Op("apart", ("a", name), (f"d{name}",), seconds=0.25) for name in "xyz"]
+    updates = [Op("fused", (f"d{name}", f"w{name}"), (f"new{name}",)) for name in "xyz"]
+    written = [first, BEFORE, *weights, gather, Op("apart", ("whole b",), ("end",), seconds=1.0), *updates]
+    nbytes = {f"{kind}{name}": 1.0 for kind in ("d", "new") for name in "xyz"}
+    replaced = [(f"new{name}", f"w{name}") for name in "xyz"]
+    found = order_ops(written, nbytes, replaced, for_latency=True, scatters_sums=True)
+    behind = found.ops[found.ops.index(gather) + 1 :]
+    assert behind[:6] == [op for pair in zip(weights, updates, strict=True) for op in pair]
+    # The state is read and written, and the gradient read: 3 bytes in 0.3 s, beside 0.25 s. Two take a second.
+    slow = order_ops(written, nbytes, replaced, for_latency=True, scatters_sums=True, memory_bandwidth=10.0)
+    place = slow.ops.index
+    assert place(weights[0]) < place(updates[0]) < place(gather) < place(weights[1]) < place(weights[2])
+
+
+@pytest.mark.parametrize(
+    ("num_gradients", "num_sums", "first"),
+    [
+        pytest.param(3, 1, True, id="more gradients than products of the region"),
+        pytest.param(2, 1, False, id="as many"),
+        pytest.param(3, 2, False, id="two sums: gradients of one hide the other"),
+    ],
+)
+def test_gradients_whose_sum_nothing_hides_stand_before_what_is_computed_again_last(num_gradients, num_sums, first):
+    weights = [Op("apart", ("a", f"x{n}"), (f"d{n}",)) for n in range(num_gradients)]
+    sums = [
+        Op("apart", (f"d{n}",), (f"s{n}",), collective="all-reduce", steps=f"sum {n % num_sums}")
+        for n in range(num_gradients)
+    ]
+    chain = [("b", "again"), ("again", "back"), ("back", "end")]  # the last product leads to results only, too
+    region = [Op("barrier", ("b",), ()), *(Op("apart", (read,), (made,)) for read, made in chain)]
+    nbytes = {f"{kind}{n}": 1.0 for kind in "ds" for n in range(num_gradients)}
+    found = order_ops([BEFORE, *weights, *region, *sums], nbytes, for_latency=True, scatters_sums=True)
+    place = found.ops.index
+    assert {place(BEFORE) < place(each) < place(region[0]) for each in weights} == {first}
+    assert {place(each) > place(region[-2]) for each in weights} == {not first}
+
+
 @pytest.mark.parametrize("mib, joined", [(15, True), (16, False)])
 def test_sums_of_gradients_are_one_collective_up_to_30_mib(mib, joined):
     weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]
