@@ -14,6 +14,7 @@ from the last stage to the first, G is the bound on what they still lack.
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,13 @@ class PrefixBounds:
     before_s: StageArray  # [cut, submesh behind, units of each group, ...]
     units: IntArray  # devices, by group
     update_s: float  # at least so much
+
+    @cached_property
+    def furthest(self) -> IntArray:
+        """For each layer, the end of the longest stage that starts with it; the layer where there is none."""
+        there = np.asarray(np.isfinite(self.fastest_s).any(axis=0))
+        count, ends = there.shape
+        return np.where(there.any(axis=1), ends - 1 - there[:, ::-1].argmax(axis=1), np.arange(count))
 
     @property
     def bound_s(self) -> float:

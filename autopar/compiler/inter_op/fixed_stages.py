@@ -157,15 +157,13 @@ def _ways(
 
 
 def _fitting_stages(ways: _Ways, num_stages: int, memory_bytes: float) -> list[np.ndarray]:
-    """Return what has room as each of the stages, in their order."""
-    behind = reversed(range(num_stages))
-    live = [ways.timing.num_in_flight(stages_behind=each, num_stages=num_stages) for each in behind]
-    return [_fitting(ways, count, memory_bytes) for count in live]
-
-
-def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
-    """Return which ways fit into memory with so many microbatches in flight."""
-    return ways.table.peak_bytes(num_in_flight) <= memory_bytes
+    """Return which ways have room as each of the stages, in their order: one array for those with the same ways."""
+    fits: list[np.ndarray] = []
+    for behind in reversed(range(num_stages)):
+        live = ways.timing.num_in_flight(stages_behind=behind, num_stages=num_stages)
+        fit = ways.table.peak_bytes(live) <= memory_bytes
+        fits.append(fits[-1] if fits and np.array_equal(fit, fits[-1]) else fit)
+    return fits
 
 
 def _shortage(ways: _Ways, num_stages: int, submesh: Submesh, memory_bytes: float) -> InvalidArgument:
@@ -207,10 +205,15 @@ def _shortest(
     sums[0, 0] = 0.0
     origins: list[np.ndarray] = []
     chosen: list[np.ndarray] = []
+    below_cap, least, before = ways.steady_s <= cap, np.empty(0), None
     for fit in fits:
-        warmups = np.where(fit & (ways.steady_s <= cap), ways.warmup_s, np.inf)
-        chosen.append(warmups.argmin(axis=-1))
-        reached = sums[:, :, None] + warmups.min(axis=-1)[:, None, :] + crossing_s  # [start, rank, stop]
+        if fit is before:
+            chosen.append(chosen[-1])
+        else:
+            warmups = np.where(fit & below_cap, ways.warmup_s, np.inf)
+            chosen.append(warmups.argmin(axis=-1))
+            least, before = warmups.min(axis=-1), fit
+        reached = sums[:, :, None] + least[:, None, :] + crossing_s  # [start, rank, stop]
         reached = reached.reshape(-1, len(crossing_s))
         first = reached.argmin(axis=0)[None] if count == 1 else reached.argsort(axis=0, kind="stable")[:count]
         origins.append(first)

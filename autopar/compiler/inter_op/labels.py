@@ -81,8 +81,12 @@ def extend_labels(task: LabelTask) -> LabelResult:
     labels = _root(task.tables)
     finished = True
     for start in range(task.tables.num_layers - 1, -1, -1):
-        first = _first_in_reach(task.bounds, labels, start)
-        new = _undominated(_stage_in_front(task, labels.take(slice(first, None)), start))
+        # Cuts fall from label to label: the first one that is not behind the longest stage from this layer.
+        first = len(labels.cut) - int(np.searchsorted(labels.cut[::-1], task.bounds.furthest[start], side="right"))
+        new = _stage_in_front(task, labels.take(slice(first, None)), start)
+        if new is None:
+            continue
+        new = _undominated(new)
         new = replace(new, parent=first + new.parent)
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
@@ -108,28 +112,28 @@ def _root(tables: CostTables) -> _Labels:
     )
 
 
-def _first_in_reach(bounds: PrefixBounds, labels: _Labels, start: int) -> int:
-    """The first label whose cut is not behind the longest stage from layer `start`; cuts fall from label to label."""
-    stops = np.flatnonzero(np.isfinite(bounds.fastest_s[:, start]).any(axis=0))
-    furthest = stops[-1] if len(stops) else start
-    return len(labels.cut) - int(np.searchsorted(labels.cut[::-1], furthest, side="right"))
+def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels | None:
+    """Every label with one more stage, from layer `start` to the label's cut, on every submesh, in every way.
 
-
-def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
-    """Every label with one more stage, from layer `start` to the label's cut, on every submesh, in every way."""
+    None if there is none that is worth it.
+    """
     tables, bounds = task.tables, task.bounds
-    sizes, groups = np.array(tables.devices, dtype=np.int64), tables.groups
-    left = np.array(tables.available) - labels.devices
-    enough = left[:, groups] >= sizes  # [label, submesh]
+    sizes = tables.sizes
+    left = tables.available_by_group - labels.devices
+    enough = left[:, tables.groups] >= sizes  # [label, submesh]
     enough &= left.sum(axis=1)[:, None] - sizes >= bounds.devices_before[start]
     crossing_s = bounds.transfer_s[labels.cut, : len(sizes), labels.submesh]
     sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut].T
     stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
     parents, m = np.nonzero(enough & stages_fit[:, None] & np.isfinite(sum_s))
+    if not parents.size:
+        return None
     units = (left[parents] - tables.devices_by_group[m]) // bounds.units
     before_s = bounds.before_s[start, m, *units.T]
     bound_s = _bound(task, sum_s[parents, m] + before_s, labels.steady_s[parents], labels.update_s[parents])
     promising = bound_s < task.limit_s
+    if not promising.any():
+        return None
     parents, m, before_s = parents[promising], m[promising], before_s[promising]
     return _with_choices(task, labels, start, parents, m, before_s, crossing_s[parents, m])
 
@@ -146,7 +150,7 @@ def _with_choices(
     m: IntArray,
     before_s: StageArray,
     crossing_s: StageArray,
-) -> _Labels:
+) -> _Labels | None:
     tables = task.tables
     cut = labels.cut[parents]
     at = (m, start, cut)  # [new label, choice]
@@ -159,6 +163,8 @@ def _with_choices(
     bound_s = _bound(task, sum_s + before_s[:, None], steady_s, update_s) if start else sum_s + steady_s + update_s
     fits = (task.limits[at] >= labels.stages[parents, None]) & (steady_s <= task.bounds.cap_s)
     new, choice = np.nonzero(fits & (bound_s < task.limit_s))
+    if not new.size:
+        return None
     return _Labels(
         cut=np.full_like(new, start),
         submesh=m[new],
@@ -175,6 +181,8 @@ def _with_choices(
 
 def _undominated(labels: _Labels) -> _Labels:
     """The labels of one cut that no other one makes superfluous (some that one does may stay)."""
+    if len(labels.cut) == 1:
+        return labels
     key = labels.submesh
     for devices in labels.devices.T:
         key = key * (devices.max(initial=0) + 1) + devices

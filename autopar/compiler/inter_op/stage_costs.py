@@ -285,6 +285,16 @@ class CostTables:
         return self.tables[submesh].cost(start, stop, choice)
 
     @cached_property
+    def sizes(self) -> IntArray:
+        """The devices of each submesh."""
+        return np.array(self.devices, dtype=np.int64)
+
+    @cached_property
+    def available_by_group(self) -> IntArray:
+        """The devices of each group."""
+        return np.array(self.available, dtype=np.int64)
+
+    @cached_property
     def groups(self) -> IntArray:
         """The group of each submesh."""
         return np.array([submesh.group for submesh in self.submeshes], dtype=np.int64)
