@@ -7,13 +7,17 @@ LocalBlock, MeshCosts    ->  bytes read from memory and written there
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from autopar.compiler.costs.compute import EquationWork, equation_bytes, equation_work
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
 from autopar.compiler.sharding.layout import local_shape
@@ -36,8 +40,10 @@ class BlockTimes(NamedTuple):
 def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
     """The times of a program."""
     collective_s = sum(each.seconds(mesh_costs) for each in planned_collectives(block, mesh_costs.mesh))
-    works = block_work(block, mesh_costs)
-    return BlockTimes(sum(times * float(work.seconds(mesh_costs.machine)) for work, times in works), collective_s)
+    works = list(block_work(block, mesh_costs))
+    together = EquationWork(*np.array([work for work, _ in works]).reshape(-1, len(EquationWork._fields)).T)
+    each_s = together.seconds(mesh_costs.machine).tolist()
+    return BlockTimes(sum(times * each for (_, times), each in zip(works, each_s, strict=True)), collective_s)
 
 
 def block_work(
@@ -48,10 +54,16 @@ def block_work(
     `within` is the equation that it is a body of.
     """
     traffic = _traffic(block, mesh_costs, within)
+    kinds = dict(zip(map(id, block.jaxpr.eqns), equation_classes(block.jaxpr), strict=True))
+    known: dict[Hashable, EquationWork] = {}  # layers repeat
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
-                yield equation_work(eqn, strategy, mesh_costs, traffic[id(eqn)]), 1.0
+                kind = id(eqn) if eqn.primitive.name in NESTED else kinds[id(eqn)]
+                key = kind, strategy, traffic[id(eqn)], jc.moves_memory(eqn)
+                if key not in known:
+                    known[key] = equation_work(eqn, strategy, mesh_costs, traffic[id(eqn)])
+                yield known[key], 1.0
             case RunBody(eqn=eqn, bodies=bodies):
                 rounds = taken(eqn) * trips(eqn)
                 for body in bodies:
