@@ -2,6 +2,7 @@
 
     python -m benchmarks.search_quality --models mlp gpt --clusters "1x dgx-h100" --json search_quality.json
     python -m benchmarks.search_quality --models mlp lstm --clusters random:0 random:1 random:2
+    python -m benchmarks.search_quality --models gpt --clusters random:101 random:102 --before search_quality.json
 
 Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
 to take. It fails where `Auto()` takes more than 1.001 of the time of a restriction or of a plan by hand. A method that
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -96,7 +98,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="CLUSTER")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS), metavar="METHOD")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
+    parser.add_argument(
+        "--before", type=Path, metavar="FILE", help="rows by the same costs that none may be slower than"
+    )
     args = parser.parse_args(argv)
+    before = [] if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
     rows: list[Row] = []
     for cluster in args.clusters:
         for model in args.models:
@@ -105,11 +111,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.json is not None:
                 args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     Console(width=160).print(table_of(rows))
-    behind = [row for row in rows if row.ratio > ALLOWED]
+    behind = [f"Auto() takes {row.ratio:.3f} of {row.best}: {line(row)}" for row in rows if row.ratio > ALLOWED]
+    behind += slower(rows, before)
     if behind:
-        sys.exit(
-            f"Auto() is behind in {len(behind)} of {len(rows)} rows, by {max(r.ratio for r in behind):.3f} at most."
-        )
+        sys.exit("\n".join(behind))
 
 
 def _models() -> dict[str, Model]:
@@ -195,6 +200,19 @@ def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
         ratio=ratio,
         best=best,
     )
+
+
+def slower(rows: Sequence[Row], before: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what takes longer than in the rows of an earlier run, or has no plan any more."""
+    known = {(row["model"], row["cluster"], name): ms for row in before for name, ms in row["step_ms"].items()}
+    found: list[str] = []
+    for row in rows:
+        for name in (*row.step_ms, *row.refused):
+            was, now = known.get((row.model, row.cluster, name)), row.step_ms.get(name)
+            if was is not None and (now is None or now > ALLOWED * was):
+                took = "has no plan" if now is None else f"takes {now:.4g} ms"
+                found.append(f"{row.model} on {row.cluster} by {name} {took}, {was:.4g} ms before")
+    return found
 
 
 def line(row: Row) -> str:

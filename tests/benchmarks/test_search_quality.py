@@ -1,12 +1,15 @@
 """Random machines are those of their seed, and a row says which method is ahead."""
 
+import dataclasses
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
 from benchmarks.enumerated_plans import train_step
-from benchmarks.search_quality import ALLOWED, FREE, cluster_of, line, measured
+from benchmarks.search_quality import ALLOWED, FREE, Row, cluster_of, line, main, measured, slower
 
 
 def test_a_random_machine_is_that_of_its_seed():
@@ -22,6 +25,39 @@ def test_a_row_on_a_random_machine(seed):
     assert row.best in ("4 microbatches", "3 stages")
     assert row.ratio <= ALLOWED
     assert f"of {row.best}" in line(row)
+
+
+def test_rows_are_held_against_those_of_an_earlier_search():
+    def row(model, step_ms, refused=()):
+        return Row(
+            model=model,
+            cluster="random:0",
+            step_ms=step_ms,
+            refused=dict.fromkeys(refused, "does not fit"),
+            plan="",
+            gap=None,
+            cpu_s=1.0,
+            ratio=1.0,
+            best="",
+        )
+
+    before = [dataclasses.asdict(row("gpt", {FREE: 2.0, "1f1b": 2.0, "gpipe": 3.0, "2 stages": 4.0}))]
+    now = row("gpt", {FREE: 2.001, "1f1b": 2.1, "3 stages": 9.0}, refused=["gpipe", "4 stages"])
+    assert slower([now, row("mlp", {FREE: 9.0})], before) == [
+        "gpt on random:0 by 1f1b takes 2.1 ms, 2 ms before",
+        "gpt on random:0 by gpipe has no plan, 3 ms before",
+    ]
+
+
+def test_a_search_that_is_slower_than_before_fails(tmp_path):
+    before, asked = tmp_path / "before.json", ["--models", "mlp", "--clusters", "random:5", "--methods", "1f1b"]
+    main([*asked, "--json", str(before)])
+    main([*asked, "--before", str(before)])
+    rows = json.loads(before.read_text())
+    rows[0]["step_ms"] = {name: 0.9 * ms for name, ms in rows[0]["step_ms"].items()}
+    before.write_text(json.dumps(rows))
+    with pytest.raises(SystemExit, match=r"mlp on random:5 by Auto\(\) takes .* ms before"):
+        main([*asked, "--before", str(before)])
 
 
 def test_a_search_of_unequal_layers_is_not_behind_one_of_a_schedule_alone():
