@@ -21,11 +21,12 @@ from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
-from autopar.compiler.planning.search import search_plan
+from autopar.compiler.planning.search import Simulated, search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
 from autopar.methods import Auto
+from autopar.simulation import SimulationReport
 
 _SCHEDULES = ("1f1b", "eager-1f1b")
 """Of stages whose layers are given: an interleaved schedule has several of them on a mesh."""
@@ -35,18 +36,25 @@ ABLATIONS = ("equal-mesh", "equal-layer", "equal-operator")
 def ablated_plan(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, name: str) -> autopar.Planned:
     """The best plan of what is left of the space. Raises `MemoryTooSmall` where nothing of it fits."""
 
-    def simulated_s(plan: Plan) -> float:
-        return traced.plan(plan).simulate(cluster).step_time_s
+    def report(plan: Plan) -> SimulationReport:
+        return traced.plan(plan).simulate(cluster)
 
+    def step_s(plan: Plan) -> float:
+        return report(plan).step_time_s
+
+    def peak_bytes(plan: Plan) -> list[int]:
+        return [mesh.peak_bytes for mesh in report(plan).meshes]
+
+    simulated = Simulated(step_s=step_s, peak_bytes=peak_bytes)
     found: list[tuple[float, autopar.Planned]] = []
     shortage: MemoryTooSmall | None = None
     for problem in _problems(traced, cluster, method, name):
         try:
-            planned = traced.plan(search_plan(problem, simulated_s))
+            planned = traced.plan(search_plan(problem, simulated))
         except MemoryTooSmall as error:
             shortage = error
             continue
-        found.append((simulated_s(planned.plan), planned))
+        found.append((step_s(planned.plan), planned))
     if not found:
         assert shortage is not None
         raise shortage
