@@ -6,7 +6,9 @@
 
 Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
 to take. It fails where `Auto()` takes more than 1.001 of the time of a restriction or of a plan by hand. A method that
-cannot be (degrees that do not divide, stages that the model does not have, what does not fit) has no time.
+cannot be (degrees that do not divide, stages that the model does not have, what does not fit) has no time. A search
+that loses the best plan may lose it with every restriction, too: `--before` holds each method against the rows of an
+earlier run by the same costs.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--before", type=Path, metavar="FILE", help="rows by the same costs that none may be slower than"
     )
     args = parser.parse_args(argv)
-    before = [] if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
+    before = [] if args.before is None else _rows_before(args.before, args.models, args.clusters)
     rows: list[Row] = []
     for cluster in args.clusters:
         for model in args.models:
@@ -115,6 +117,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     behind += slower(rows, before)
     if behind:
         sys.exit("\n".join(behind))
+
+
+def _rows_before(path: Path, models: Sequence[str], clusters: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run; exits where one that is asked for is not among them."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    there = {(row["model"], row["cluster"]) for row in rows}
+    missing = [f"{model} on {cluster}" for cluster in clusters for model in models if (model, cluster) not in there]
+    if missing:
+        sys.exit(
+            f"{path} has no row of {', '.join(missing)}, to hold what is found against. Ask for models and clusters "
+            "that it has, or write such rows with --json by the search before."
+        )
+    return rows
 
 
 def _models() -> dict[str, Model]:

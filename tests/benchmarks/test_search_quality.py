@@ -53,6 +53,8 @@ def test_a_search_that_is_slower_than_before_fails(tmp_path):
     before, asked = tmp_path / "before.json", ["--models", "mlp", "--clusters", "random:5", "--methods", "1f1b"]
     main([*asked, "--json", str(before)])
     main([*asked, "--before", str(before)])
+    with pytest.raises(SystemExit, match=r"has no row of lstm on random:5, .* Ask for models"):
+        main(["--models", "lstm", *asked[2:], "--before", str(before)])
     rows = json.loads(before.read_text())
     rows[0]["step_ms"] = {name: 0.9 * ms for name, ms in rows[0]["step_ms"].items()}
     before.write_text(json.dumps(rows))

@@ -77,8 +77,8 @@ _CHEAP = _names(
 
 _COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
 """What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
-MANY_READERS = 3
-"""How many kernels read an exponential at least that is kept where a machine keeps them."""
+EXPONENTIALS, MANY_READERS = ("exp", "exp2"), 3
+"""What is kept where a machine keeps exponentials, and how many kernels read it at least."""
 _LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
@@ -471,7 +471,7 @@ class _Fusion:
         """Return true if a result is rather kept than computed again in each of the kernels that read it."""
         name, rules = eqn.primitive.name, self.rules
         if rules.holds_rows and name in _COMPUTED_AGAIN:
-            return rules.keeps_exponentials and name in ("exp", "exp2") and num_readers >= MANY_READERS
+            return rules.keeps_exponentials and name in EXPONENTIALS and num_readers >= MANY_READERS
         return name in DRAWS if rules.fuses_products else is_expensive(eqn)
 
     def _traffic(self) -> Iterator[Traffic]:

@@ -21,6 +21,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import (
+    EXPONENTIALS,
     FusionRules,
     alone,
     fused_traffic,
@@ -347,7 +348,7 @@ class _Lister:
                     reads,
                     results,
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
-                    growth=_KEPT_GROWTH if self.machine.keeps_exponentials else 1.0,
+                    growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)
@@ -385,6 +386,10 @@ class _Lister:
             return 0.0
         queries: Any = action.operands[0]
         return gradient_sums(action.eqn) * value_bytes(queries, self.mesh)
+
+    def _keeps(self, eqn: jc.JaxprEqn) -> bool:
+        """Return true for what is kept for many readers, though it is larger than what it is computed from."""
+        return self.machine.keeps_exponentials and eqn.primitive.name in EXPONENTIALS
 
     def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
         """Return how XLA treats an equation."""
