@@ -271,8 +271,7 @@ def _with_memory(cluster: Cluster, share: float) -> Cluster:
         Cluster(
             num_devices=group.num_devices,
             kind=group.kind,
-            machine=group.machine,
-            memory_bytes=share * group.machine.memory_bytes,
+            machine=replace(group.machine, memory_bytes=share * group.machine.memory_bytes),
         )
         for group in cluster.groups
     ]

@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from rich import box
@@ -58,6 +58,8 @@ class MeshReport:
     """The memory of one of its devices."""
     host_bytes: int = 0
     """The most that values take in pinned memory of the host, for each of its devices."""
+    computed_again_bytes: float = 0.0
+    """The most that one executable needs above what XLA lets it: XLA computes about so much of it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ class SimulationReport:
     """The most that values take in the memory of one host, for all of its devices."""
     host_memory_bytes: float = 0.0
     """The memory of that host; 0 where its machine does not say."""
+    computed_again_s: float = 0.0
+    """Seconds of its step in which the device that does most of that computes again what XLA does not keep."""
 
     @property
     def num_devices(self) -> int:
@@ -125,6 +129,11 @@ class SimulationReport:
     def host_bytes(self) -> int:
         """The most that values take in pinned memory of the host, for one device."""
         return max(mesh.host_bytes for mesh in self.meshes)
+
+    @property
+    def computed_again_bytes(self) -> float:
+        """The most that an executable needs above what XLA lets it, which XLA computes again, as far as it can."""
+        return max(mesh.computed_again_bytes for mesh in self.meshes)
 
     @property
     def fits(self) -> bool:
@@ -170,7 +179,7 @@ class SimulationReport:
         """Every figure as JSON values, without the timeline."""
         derived = (
             "num_devices", "compute_s", "collective_s", "exposed_transfer_s", "bubble_fraction", "peak_bytes",
-            "host_bytes", "fits", "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
+            "host_bytes", "computed_again_bytes", "fits", "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
         )  # fmt: skip
         shown = {name: value for name, value in vars(self).items() if name not in ("timeline", "meshes")}
         meshes = [asdict(mesh) | {"memory": [part._asdict() for part in mesh.memory]} for mesh in self.meshes]
@@ -198,6 +207,11 @@ class SimulationReport:
         if self.host_bytes and self.host_memory_bytes:
             on_host += f", {_gb(self.all_on_host_bytes)} of {_gb(self.host_memory_bytes)} GB of a host"
         yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{on_host}{extra}")
+        if self.computed_again_s:
+            yield Text(
+                f"XLA keeps a program within less than a device has: it will compute up to "
+                f"{_gb(self.computed_again_bytes)} GB again, in {1e3 * self.computed_again_s:.3g} ms of the step"
+            )
         yield self._table()
         yield self.memory_table()
         if len(self.timeline.events) > 1:
@@ -309,6 +323,9 @@ def simulate_plan(
     times = {name: times for sharding in shardings for name, times in sharding.times.items()}
     temporary_bytes = {n: size for sharding in shardings for n, size in sharding.temporary_bytes.items()}
     temporary_parts = {n: parts for sharding in shardings for n, parts in sharding.temporary_parts.items()}
+    again_bytes = _computed_again(program, machines, temporary_bytes)
+    again_s = {n: machines[program.executables[n].mesh].computed_again_s(more) for n, more in again_bytes.items()}
+    times |= {n: replace(times[n], compute_s=times[n].compute_s + seconds) for n, seconds in again_s.items()}
     timeline = simulate(
         program,
         ClusterCosts(program=program, cluster=cluster, times=times),
@@ -316,7 +333,8 @@ def simulate_plan(
         collective_s={name: times.collective_s for name, times in times.items()},
         temporary_bytes=temporary_bytes,
     )
-    meshes = _mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts), machines)
+    meshes = _mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts), machines, again_bytes)
+    runs = ((i.executable for i in mesh.instructions if isinstance(i, Run)) for mesh in program.meshes)
     all_on_host_bytes, host_memory_bytes = _fullest_host(meshes, cluster)
     peaks = [(len(mesh.devices), _peak_flops(plan, cluster, mesh, dtype)) for mesh in plan.meshes]
     return SimulationReport(
@@ -334,7 +352,25 @@ def simulate_plan(
         timeline=timeline,
         all_on_host_bytes=all_on_host_bytes,
         host_memory_bytes=host_memory_bytes,
+        computed_again_s=max(sum(again_s.get(name, 0.0) for name in each) for each in runs),
     )
+
+
+def _computed_again(
+    program: Program, machines: Sequence[Machine], temporary_bytes: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the bytes that executables need above what XLA lets each of them; it knows of nothing beside it."""
+    above: dict[str, float] = {}
+    for name, temporary in temporary_bytes.items():
+        executable = program.executables[name]
+        mesh, machine = program.meshes[executable.mesh], machines[executable.mesh]
+        inputs = [each.bytes_per_device(mesh) for each in executable.inputs]
+        overwritten = sum(inputs[place] for place in executable.donated)
+        results = sum(each.bytes_per_device(mesh) for each in executable.outputs)
+        given = sum(inputs) + max(results - overwritten, 0)
+        if more := machine.bytes_computed_again(given, sum(inputs) + temporary):
+            above[name] = more
+    return above
 
 
 def _peak_flops(plan: Plan, cluster: Cluster, mesh: MeshPlan, dtype: str) -> float:
@@ -414,8 +450,15 @@ class _Namer:
 
 
 def _mesh_reports(
-    program: Program, timeline: Timeline, namer: _Namer, machines: Sequence[Machine]
+    program: Program,
+    timeline: Timeline,
+    namer: _Namer,
+    machines: Sequence[Machine],
+    again_bytes: Mapping[str, float],
 ) -> tuple[MeshReport, ...]:
+    again = [0.0] * len(machines)
+    for name, nbytes in again_bytes.items():
+        again[program.executables[name].mesh] = max(again[program.executables[name].mesh], nbytes)
     return tuple(
         MeshReport(
             devices=mesh.devices,
@@ -428,8 +471,9 @@ def _mesh_reports(
             machine=machine.name,
             memory_limit_bytes=machine.memory_bytes,
             host_bytes=on_host,
+            computed_again_bytes=more,
         )
-        for mesh, busy_s, collective_s, exposed_s, peak, moment, on_host, machine in zip(
+        for mesh, busy_s, collective_s, exposed_s, peak, moment, on_host, machine, more in zip(
             program.meshes,
             timeline.busy_s,
             timeline.collective_s,
@@ -438,6 +482,7 @@ def _mesh_reports(
             timeline.at_peak,
             timeline.host_bytes,
             machines,
+            again,
             strict=True,
         )
     )

@@ -212,6 +212,7 @@ def machine_of(case: Case, scalars: Scalars) -> Machine:
     return replace(
         machine,
         memory_bytes=_UNBOUNDED,
+        compiler_share=0.0,
         kernel_s=machine.kernel_s * scalars.launch,
         launch_s=launch_s * scalars.launch,
         hidden_share=min(1.0, habits.hidden_share * scalars.overlap),

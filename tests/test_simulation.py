@@ -261,6 +261,36 @@ def test_temporaries_of_a_task_count_while_it_runs():
     assert "not counted" in str(bare)
 
 
+@pytest.mark.parametrize("method", [autopar.Zero(stage=3, mesh_shape=(8,)), None], ids=["one mesh", "stages"])
+def test_what_xla_does_not_let_a_program_have_is_computed_again_and_priced(method):
+    planned = with_layouts(2) if method is None else traced(method).plan()
+    free = planned.simulate()
+    assert free.computed_again_bytes == free.computed_again_s == 0
+    assert "again" not in str(free)
+    little = 1e3  # so that every executable needs more
+    cluster = autopar.Cluster(
+        num_devices=8, machine=dataclasses.replace(SEPARATE, compiler_share=little / SEPARATE.memory_bytes)
+    )
+    short = planned.simulate(cluster)
+    program, meshes = planned.lower().program, planned.plan.meshes
+    temporary = {name: n for mesh in meshes if mesh.sharding for name, n in mesh.sharding.temporary_bytes.items()}
+    if method is not None:
+        # What it adds to arguments and results, above 0.95 of what these leave; nothing was donated.
+        (executable,), (mesh,) = program.executables.values(), program.meshes
+        given = sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
+        most = planned.plan.sharding.peak_bytes - given - 0.95 * (little - given)
+        assert short.computed_again_bytes == pytest.approx(most, rel=1e-6)
+        assert short.step_time_s - free.step_time_s == pytest.approx(short.computed_again_s)
+        assert short.computed_again_s == pytest.approx(2.5 * short.computed_again_bytes / SEPARATE.memory_bandwidth)
+    else:
+        assert max(temporary.values()) < short.computed_again_bytes
+        assert 0 < short.step_time_s - free.step_time_s <= 2 * short.computed_again_s
+    assert f"compute up to {short.computed_again_bytes / 1e9:.3g} GB again" in str(short)
+    assert json.loads(short.to_json())["computed_again_bytes"] == short.computed_again_bytes
+    parts = planned.parts(cluster)
+    assert parts.step_s(cluster.machine) == pytest.approx(short.step_time_s)
+
+
 def test_a_plan_with_layouts_but_without_temporaries_is_read():
     data = with_layouts(2).plan.meshes[0].sharding.to_data()
     del data["temporary_bytes"]

@@ -37,7 +37,8 @@ _NOT_MEASURED = (
     "inter", "domain", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
     "schedules_for_memory", "product_sums", "fuses_products", "holds_rows", "transposes_operands", "erf_flops",
     "exponentials", "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
-    "fuses", "keeps_exponentials", "launch_s", "narrow_share", "unaligned_share", "host_bandwidth", "host_memory_bytes",
+    "fuses", "keeps_exponentials", "launch_s", "narrow_share", "unaligned_share", "compiler_share", "host_bandwidth",
+    "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -129,11 +130,10 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     here = f"measured on {len(devices)} x {kind} with jax {jax.__version__}"
     not_measured = f"not measured: as {base.name}"
     found = replace(
-        base,
+        base.within(_memory_bytes(devices, base)),
         name=f"measured-{kind.lower().replace(' ', '-')}",
         devices_per_host=len(devices),
         kind=kind.lower(),
-        memory_bytes=_memory_bytes(devices, base),
         memory_bandwidth=rates.memory_bandwidth,
         peak_flops=peaks,
         matmul_share=shares,

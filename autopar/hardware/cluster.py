@@ -105,7 +105,7 @@ class Cluster:
                 "cluster.groups."
             )
         machine = Machine.of_kind(self.kind) if self._machine is None else self._machine
-        return machine if self._memory_bytes is None else replace(machine, memory_bytes=self._memory_bytes)
+        return machine if self._memory_bytes is None else machine.within(self._memory_bytes)
 
     @property
     def jax_limit(self) -> str:

@@ -61,9 +61,9 @@ def peak_memory(block, mesh, donated=()) -> estimate.MemoryEstimate:
     return estimate.peak_memory(block, mesh, donated, machine=H100)
 
 
-def compiled_bytes(trace, block, mesh, donated) -> float:
-    """Peak bytes of one H100 for the local program, as XLA compiles it ahead of time."""
-    devices = Mesh(np.reshape(aot_devices("h100", mesh.num_devices), mesh.shape), mesh.axis_names)
+def compiled(trace, block, mesh, donated, target: str = "h100") -> jax.stages.Compiled:
+    """The local program as XLA compiles it ahead of time."""
+    devices = Mesh(np.reshape(aot_devices(target, mesh.num_devices), mesh.shape), mesh.axis_names)
     step = jax.jit(
         jaxpr_as_fun(emit_spmd(trace.jaxpr, block, mesh)),
         in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
@@ -72,6 +72,11 @@ def compiled_bytes(trace, block, mesh, donated) -> float:
     )
     lowered = step.lower(*(v.variable.aval for v in block.inputs))
     # Timing kernels needs a GPU.
-    sizes = lowered.compile({"xla_gpu_enable_triton_gemm": False}).memory_analysis()
+    return lowered.compile({"xla_gpu_enable_triton_gemm": False})
+
+
+def compiled_bytes(trace, block, mesh, donated) -> float:
+    """Peak bytes of one H100 for the local program."""
+    sizes = compiled(trace, block, mesh, donated).memory_analysis()
     results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + results

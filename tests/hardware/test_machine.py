@@ -492,3 +492,15 @@ def test_a_fast_domain_divides_a_host_or_has_whole_hosts(domain):
 
 def test_fields_of_the_library_are_those_of_the_class():
     assert {field.name for field in dataclasses.fields(Machine)} == set(Machine.named("cpu").to_data())
+
+
+def test_the_compiler_knows_of_all_memory_where_jax_may_take_a_part():
+    h100 = Machine.named("dgx-h100")
+    here = Cluster(num_devices=8, machine=h100, memory_bytes=0.75 * h100.memory_bytes).machine
+    assert here.memory_bytes == 0.75 * h100.memory_bytes
+    assert here.compiler_share * here.memory_bytes == pytest.approx(h100.compiler_share * h100.memory_bytes)
+    given, most = 1e9, 0.95 * (0.8 * h100.memory_bytes - 1e9) + 1e9
+    assert h100.bytes_computed_again(given, most) == here.bytes_computed_again(given, 0.75 * h100.memory_bytes) == 0
+    assert h100.bytes_computed_again(given, most + 1e6) == pytest.approx(1e6)
+    assert h100.computed_again_s(1e9) == 2.5e9 / h100.memory_bandwidth
+    assert Machine.named("tpu-v5p").bytes_computed_again(given, 1e15) == 0

@@ -1,6 +1,7 @@
 """The modelled memory of a plan is near what XLA allocates, and the solver's rows say the same."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
+from autopar.compiler.analysis import aot_targets
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.intra_op.plan_program import MemorySearch
 from autopar.compiler.memory import estimate
@@ -18,6 +20,7 @@ from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
     H100,
     MODELS,
+    compiled,
     compiled_bytes,
     needs_gpu_compiler,
     peak_memory,
@@ -39,6 +42,25 @@ def test_modelled_memory_is_near_the_compiled_one(name):
     mesh, _, block = planned(trace, (2, 4))
     modelled = peak_memory(block, mesh, donated).peak_bytes
     assert modelled == pytest.approx(compiled_bytes(trace, block, mesh, donated), rel=TOLERANCE)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(("share", "again"), [(1.25, False), (0.85, True)])
+def test_xla_computes_again_where_a_program_needs_more_than_it_lets_it(share, again, tmp_path, monkeypatch):
+    trace = traced("mlp")
+    donated = state_inputs(trace)
+    mesh, _, block = planned(trace, (8,))
+    memory = peak_memory(block, mesh, donated)
+    room = memory.arguments_bytes + share * (memory.peak_bytes - memory.arguments_bytes)
+    figures = (aot_targets._TARGETS / "h100.txtpb").read_text(encoding="utf-8")
+    small = re.sub(r"device_memory_size: \d+", f"device_memory_size: {int(room / 0.8)}", figures)
+    (tmp_path / f"memory-{share}.txtpb").write_text(small, encoding="utf-8")
+    monkeypatch.setattr(aot_targets, "_TARGETS", tmp_path)
+    text = compiled(trace, block, mesh, donated, target=f"memory-{share}").as_text()
+    machine = dataclasses.replace(H100, memory_bytes=room / 0.8)
+    assert machine.compiler_share == 0.8
+    assert (machine.bytes_computed_again(memory.arguments_bytes, memory.peak_bytes) > 0) == again
+    assert bool(re.search(r"%\S*remat\S* = ", text)) == again
 
 
 def test_state_that_is_not_donated_is_there_twice():
