@@ -83,7 +83,8 @@ class VerificationReport:
         """Render the table of collectives, the memory, and the largest difference."""
         check = self.collectives
         yield check.table()
-        yield Text(f"memory: {check.compiled_peak_bytes / 1e6:.4g} MB per device as compiled")
+        again = f"; XLA computes {check.computed_again} results again to need no more" if check.computed_again else ""
+        yield Text(f"memory: {check.compiled_peak_bytes / 1e6:.4g} MB per device as compiled{again}")
         if self.numbers is None:
             yield Text("numbers: not compared (abstract arguments, or another target)")
         else:

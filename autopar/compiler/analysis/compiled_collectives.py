@@ -50,6 +50,8 @@ UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+# As XLA names its copies of instructions; those that only take an element of a tuple compute nothing.
+_COMPUTED_AGAIN = re.compile(r"^\s+(?:ROOT )?%?(?!gte\.)[\w.\-]+\.remat\d* = ", re.MULTILINE)
 _COUNTS_WITH = ("add", "copy", "copy-start", "copy-done", "bitcast")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
@@ -415,6 +417,8 @@ class CollectiveCheck:
     kinds: tuple[KindCheck, ...]
     planned_peak_bytes: float
     compiled_peak_bytes: float
+    computed_again: int = 0
+    """Operations that XLA does a second time so as not to keep their results."""
 
     def __bool__(self) -> bool:
         return all(kind.holds for kind in self.kinds)
@@ -449,23 +453,28 @@ def check_collectives(
     assert devices is not None
     runs = Counter(i.executable for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
     measured: list[CompiledCollective] = []
-    peak_bytes = 0.0
+    peak_bytes, computed_again = 0.0, 0
     for executable in program.executables.values():
         if compiled is None:
             lowered = lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices))
             made = compile_for(target, lowered, executable.name)
         else:
             made = compiled[executable.name]
-        peak_bytes = max(peak_bytes, _peak(made))
-        measured += [
-            replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(made.as_text())
-        ]
+        peak_bytes, text = max(peak_bytes, _peak(made)), made.as_text()
+        computed_again += count_computed_again(text)
+        measured += [replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(text)]
     return CollectiveCheck(
         compiler=target or str(devices[0].device_kind),
         kinds=tuple(_compare(plan.planned_collectives, measured, platform=devices[0].platform)),
         planned_peak_bytes=0.0 if plan.sharding is None else plan.sharding.peak_bytes,
         compiled_peak_bytes=peak_bytes,
+        computed_again=computed_again,
     )
+
+
+def count_computed_again(hlo_text: str) -> int:
+    """Count the operations that XLA does a second time so as not to keep their results (`HloRematerialization`)."""
+    return len(_COMPUTED_AGAIN.findall(hlo_text))
 
 
 def compiled_peak_bytes(plan: Plan, program: Program, devices: Sequence[Any]) -> float:
