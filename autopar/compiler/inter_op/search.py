@@ -52,6 +52,8 @@ _CLOSED = 1e-12
 _NEVER = 1 << 30  # devices that no cluster has
 _HALVINGS = 12  # of the memory: a quarter of a per mille of the range
 _ROUNDING = 1 + 1e-9  # bytes are added here, and divided in the tables
+MOST_LABELS = 200_000
+"""What a search is worth: ten times what it takes where memory is not nearly all needed."""
 
 Placeable = Callable[[Sequence[Submesh]], bool]
 
@@ -97,6 +99,7 @@ class _State:
     most_stages: int
     can_place: Placeable
     deadline: float | None
+    most_labels: float
     below_s: float  # if no partition takes less, the best of them is of no interest
     partitions: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
     best_s: float = math.inf
@@ -104,6 +107,12 @@ class _State:
     num_labels: int = 0
     limits: dict[int, IntArray] = field(default_factory=dict[int, IntArray])
     bounds: dict[tuple[int, float], PrefixBounds | None] = field(default_factory=dict[Any, Any])
+
+    @property
+    def is_over(self) -> bool:
+        """True once the time or the work is spent."""
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        return late or self.num_labels > self.most_labels
 
 
 def search_stages(
@@ -117,6 +126,7 @@ def search_stages(
     memory_bytes: float | Sequence[float],
     max_stages: int | None = None,
     time_limit_s: float | None = None,
+    most_labels: float = math.inf,
     below_s: float = math.inf,
     top: int = 5,
     can_place: Placeable = lambda submeshes: True,
@@ -126,8 +136,9 @@ def search_stages(
     In a cluster of several groups, `num_devices` and `memory_bytes` are by group, and every submesh is of one of them.
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
-    `time_limit_s` does not end the search before there is a partition, as there is no answer without one. Nor does it
-    end before that once none takes less than `below_s`: then any is returned, and a bound that is no lower.
+    Neither `time_limit_s` nor `most_labels`, which is work, ends the search before there is a partition, as there is no
+    answer without one: then the bound is that of what is left. Nor does it end before that once none takes less than
+    `below_s`: then any is returned, and a bound that is no lower.
     """
     if num_layers < 1 or (max_stages is not None and max_stages < 1):
         raise InvalidArgument(
@@ -148,6 +159,7 @@ def search_stages(
         most_stages=min(num_layers, max_stages or num_layers, sum(available) // min(tables.devices, default=1)),
         can_place=can_place,
         deadline=deadline,
+        most_labels=most_labels,
         below_s=below_s,
     )
     lower_s = _run(state)
@@ -182,7 +194,7 @@ def _run(state: _State) -> float:
         bound_s, _, interval = heapq.heappop(queue)
         if bound_s >= state.best_s * (1 - _CLOSED):
             return math.inf
-        if state.partitions and state.deadline is not None and time.monotonic() > state.deadline:
+        if state.partitions and state.is_over:
             return bound_s
         if state.partitions and min(bound_s, state.best_s) >= state.below_s:
             return bound_s

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.search import StageSearch, search_stages
+from autopar.compiler.inter_op.search import MOST_LABELS, StageSearch, search_stages
 from autopar.compiler.inter_op.stage_costs import Partition, RangeTable, Stage, StageCost, TabledCosts, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
@@ -637,17 +637,17 @@ def _partitioned(
     ]
     available = [shapes[n].num_devices if n in shapes else 0 for n in range(len(problem.clusters))]
     places = [shapes.get(n, whole) for n, whole in enumerate(problem.clusters)]
-    few, most = num_stages
     return search_stages(
         num_layers,
         available,
-        [submesh for submesh in choices if submesh.num_devices + few - 1 <= sum(available)],
+        [submesh for submesh in choices if submesh.num_devices + num_stages[0] - 1 <= sum(available)],
         costs,
         transfer_s,
         timing=timing,
-        max_stages=most,
+        max_stages=num_stages[1],
         memory_bytes=problem.expected_bytes,
         time_limit_s=min(problem.method.time_limit_s, problem.deadline_s - time.process_time()),
+        most_labels=math.inf if problem.method.effort == "thorough" else MOST_LABELS,
         below_s=below_s,
         top=top,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,

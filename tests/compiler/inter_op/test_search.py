@@ -214,13 +214,21 @@ def even_problem(num_layers: int, num_devices: int, **changes) -> dict:
     } | changes
 
 
-def test_a_search_that_is_out_of_time_has_a_valid_bound() -> None:
+@pytest.mark.parametrize("limit", [{"time_limit_s": 0.0}, {"most_labels": 0}], ids=["time", "work"])
+def test_a_search_that_is_out_of_time_or_work_has_a_valid_bound(limit) -> None:
     problem = even_problem(16, 16)
     optimum = search(problem)
-    early = search(problem, time_limit_s=0.0)
+    early = search(problem, **limit)
+    assert optimum.num_explored > early.num_explored
     assert optimum.gap <= 1e-9
     assert early.lower_bound_s <= optimum.step_time_s * (1 + 1e-9) <= early.step_time_s * (1 + 2e-9)
     assert early.gap > 0.0
+
+
+def test_work_that_is_enough_changes_nothing() -> None:
+    problem = even_problem(16, 16)
+    optimum = search(problem)
+    assert search(problem, most_labels=optimum.num_explored) == optimum
 
 
 @pytest.mark.parametrize("seed", range(40))
