@@ -267,23 +267,25 @@ def test_what_xla_does_not_let_a_program_have_is_computed_again_and_priced(metho
     free = planned.simulate()
     assert free.computed_again_bytes == free.computed_again_s == 0
     assert "again" not in str(free)
-    little = 1e3  # so that every executable needs more
-    cluster = autopar.Cluster(
-        num_devices=8, machine=dataclasses.replace(SEPARATE, compiler_share=little / SEPARATE.memory_bytes)
-    )
-    short = planned.simulate(cluster)
-    program, meshes = planned.lower().program, planned.plan.meshes
-    temporary = {name: n for mesh in meshes if mesh.sharding for name, n in mesh.sharding.temporary_bytes.items()}
+    program = planned.lower().program
+    room = 1e3  # arguments leave nothing of that
     if method is not None:
-        # What it adds to arguments and results, above 0.95 of what these leave; nothing was donated.
         (executable,), (mesh,) = program.executables.values(), program.meshes
         given = sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
-        most = planned.plan.sharding.peak_bytes - given - 0.95 * (little - given)
-        assert short.computed_again_bytes == pytest.approx(most, rel=1e-6)
+        room = given + 1e4
+    cluster = autopar.Cluster(
+        num_devices=8, machine=dataclasses.replace(SEPARATE, compiler_share=room / SEPARATE.memory_bytes)
+    )
+    short = planned.simulate(cluster)
+    if method is not None:
+        # What it adds to arguments and results, above 0.95 of what these leave; nothing was donated.
+        added = planned.plan.sharding.peak_bytes - given
+        assert short.computed_again_bytes == pytest.approx(added - 0.95 * 1e4, rel=1e-6)
         assert short.step_time_s - free.step_time_s == pytest.approx(short.computed_again_s)
         assert short.computed_again_s == pytest.approx(2.5 * short.computed_again_bytes / SEPARATE.memory_bandwidth)
     else:
-        assert max(temporary.values()) < short.computed_again_bytes
+        temporary = [n for mesh in planned.plan.meshes for n in mesh.sharding.temporary_bytes.values()]
+        assert 0 < short.computed_again_bytes <= max(temporary)
         assert 0 < short.step_time_s - free.step_time_s <= 2 * short.computed_again_s
     assert f"compute up to {short.computed_again_bytes / 1e9:.3g} GB again" in str(short)
     assert json.loads(short.to_json())["computed_again_bytes"] == short.computed_again_bytes

@@ -413,11 +413,12 @@ class Machine:
     def bytes_computed_again(self, given_bytes: float, needed_bytes: float) -> float:
         """Bytes that a program needs above what XLA lets it, of which arguments and results are given to it.
 
-        XLA holds what it adds to these against 0.95 of what they leave (xla_gpu_memory_limit_slop_factor).
+        XLA holds what it adds to these against 0.95 of what they leave (xla_gpu_memory_limit_slop_factor). Where they
+        leave nothing, that is all that it adds, and no more.
         """
         if not self.compiler_share:
             return 0.0
-        left_bytes = self.compiler_share * self.memory_bytes - given_bytes
+        left_bytes = max(self.compiler_share * self.memory_bytes - given_bytes, 0.0)
         return max(needed_bytes - given_bytes - _SLOP_FACTOR * left_bytes, 0.0)
 
     def within(self, memory_bytes: float) -> Machine:

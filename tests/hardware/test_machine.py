@@ -502,5 +502,6 @@ def test_the_compiler_knows_of_all_memory_where_jax_may_take_a_part():
     given, most = 1e9, 0.95 * (0.8 * h100.memory_bytes - 1e9) + 1e9
     assert h100.bytes_computed_again(given, most) == here.bytes_computed_again(given, 0.75 * h100.memory_bytes) == 0
     assert h100.bytes_computed_again(given, most + 1e6) == pytest.approx(1e6)
+    assert h100.bytes_computed_again(0.9 * h100.memory_bytes, 0.9 * h100.memory_bytes + 1e6) == pytest.approx(1e6)
     assert h100.computed_again_s(1e9) == 2.5e9 / h100.memory_bandwidth
     assert Machine.named("tpu-v5p").bytes_computed_again(given, 1e15) == 0
