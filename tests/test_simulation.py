@@ -290,7 +290,7 @@ def test_what_xla_does_not_let_a_program_have_is_computed_again_and_priced(metho
     assert f"compute up to {short.computed_again_bytes / 1e9:.3g} GB again" in str(short)
     assert json.loads(short.to_json())["computed_again_bytes"] == short.computed_again_bytes
     parts = planned.parts(cluster)
-    assert parts.step_s(cluster.machine) == pytest.approx(short.step_time_s)
+    assert parts.step_s(cluster.machine) == pytest.approx(short.step_time_s, rel=1e-5)  # of figures of six digits
 
 
 def test_a_plan_with_layouts_but_without_temporaries_is_read():
