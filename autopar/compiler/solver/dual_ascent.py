@@ -197,13 +197,11 @@ def within_gap(ascent: Ascent) -> tuple[MRF, list[BoolArray]]:
     kept, costs = ascent.kept(), ascent.swept.split(ascent.swept.costs)
     spare = ascent.value + ascent.round_off - ascent.bound
     costs = [cost[keep] for cost, keep in zip(costs, kept)]
-    all_kept = [cost.size == keep.size for cost, keep in zip(costs, kept)]
+    options = [None if cost.size == keep.size else np.flatnonzero(keep) for cost, keep in zip(costs, kept)]
     edges = dict[tuple[int, int], FloatArray]()
     for (i, j), before in sorted(ascent.problem.edges.items(), key=lambda item: item[0]):
-        matrix = ascent.swept.matrix((i, j), before)
-        matrix = matrix if all_kept[i] else matrix[kept[i]]
-        matrix = matrix if all_kept[j] else matrix[:, kept[j]]
-        matrix = np.maximum(matrix, 0.0)
+        matrix = ascent.swept.matrix((i, j), before, options[i], options[j])
+        np.maximum(matrix, 0.0, out=matrix)
         matrix[matrix + costs[i][:, None] + costs[j] > spare] = np.inf
         edges[i, j] = matrix
     return MRF(costs=tuple(costs), edges=edges), kept

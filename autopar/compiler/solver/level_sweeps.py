@@ -203,11 +203,22 @@ class LevelSweeps:
         ends = self.offsets.tolist()
         return [values[start:stop] for start, stop in pairwise(ends)]
 
-    def matrix(self, edge: tuple[int, int], before: FloatArray) -> FloatArray:
-        """Return an edge's costs as they are now."""
+    def matrix(
+        self,
+        edge: tuple[int, int],
+        before: FloatArray,
+        rows: IndexArray | None = None,
+        columns: IndexArray | None = None,
+    ) -> FloatArray:
+        """Return an edge's costs as they are now, of these options of its ends; None for all."""
         at_low, at_high, back = self.edges[edge]
         first, second = self.at_low[at_low], self.at_high[at_high]
-        return before + second[:, None] + first if back else before + first[:, None] + second
+        by_row, by_column = (second, first) if back else (first, second)
+        if rows is not None:
+            before, by_row = before.take(rows, 0), by_row.take(rows)
+        if columns is not None:
+            before, by_column = before.take(columns, 1), by_column.take(columns)
+        return before + by_row[:, None] + by_column
 
 
 class _Side:

@@ -164,18 +164,18 @@ class _Work:
             results=results,
             unexamined=set(range(num_nodes)),
         )
-        suspects = {node for node, cost in enumerate(work.costs) if results(_possible, cost) is not None}
+        possible: dict[int, list[BoolArray]] = {}
+        for node, cost in enumerate(work.costs):
+            _note(possible, node, results(_possible, cost))
         # Not by `results(results.same, ...)`: what holds itself, and so all arrays, would wait for the collector.
         first = {id(matrix): results.same(matrix) for matrix in {id(m): m for m in problem.edges.values()}.values()}
         for (i, j), matrix in problem.edges.items():
             matrix = first[id(matrix)]
-            turned, rows_are_possible, columns_are_possible = results(_turned, matrix)
+            turned, possible_rows, possible_columns = results(_turned, matrix)
             work.links[i][j], work.links[j][i] = matrix, turned
-            if not rows_are_possible:
-                suspects.add(i)
-            if not columns_are_possible:
-                suspects.add(j)
-        work.remove_forbidden(suspects)
+            _note(possible, i, possible_rows)
+            _note(possible, j, possible_columns)
+        work.remove_forbidden(possible)
         return work
 
     def result(self, ordered: bool) -> ReducedMRF:
@@ -204,16 +204,16 @@ class _Work:
             eliminated=tuple(self.eliminated),
         )
 
-    def remove_forbidden(self, nodes: Collection[int]) -> None:
-        """Remove options of infinite cost and options without a partner at some neighbour, and what follows from it."""
-        waiting = set(nodes)
-        while waiting:
-            node = waiting.pop()  # in any order: what is left in the end is the same
-            arrays = self.costs[node], *self.links[node].values()
-            masks = [mask for array in arrays if (mask := self.results(_possible, array)) is not None]
-            if masks:
-                self.keep(node, np.logical_and.reduce(masks))
-                waiting.update(self.links[node])
+    def remove_forbidden(self, possible: dict[int, list[BoolArray]]) -> None:
+        """Remove all options of some nodes but those in all of their masks, and those left without a partner by that.
+
+        Empties the dictionary.
+        """
+        while possible:
+            node, masks = possible.popitem()  # in any order: what is left in the end is the same
+            self.keep(node, masks[0] if len(masks) == 1 else np.logical_and.reduce(masks))
+            for other in self.links[node]:
+                _note(possible, other, self.results(_possible, self.links[other][node]))
 
     def keep(self, node: int, kept: BoolArray) -> None:
         """Restrict a node to some of its options."""
@@ -286,9 +286,12 @@ class _Work:
 
     def add_costs(self, *more: tuple[int, _Addend]) -> None:
         """Add to the costs of nodes, all of whose options have partners; some may be forbidden from now on."""
-        for node, (costs, _) in more:
+        possible: dict[int, list[BoolArray]] = {}
+        for node, (costs, forbids) in more:
             self.costs[node] = self.results(np.add, self.costs[node], costs)
-        self.remove_forbidden([node for node, (_, forbids) in more if forbids])
+            if forbids:
+                _note(possible, node, self.results(_possible, self.costs[node]))
+        self.remove_forbidden(possible)
 
     def add_edge(self, i: int, j: int, matrix: FloatArray) -> None:
         """Add to the matrix between two nodes; what one option costs whatever the other goes to the nodes."""
@@ -322,11 +325,10 @@ class _Work:
         return found
 
 
-def _turned(matrix: FloatArray) -> tuple[FloatArray, bool, bool]:
-    """Return a matrix by columns, and whether every row, and every column, has a pair that is possible."""
+def _turned(matrix: FloatArray) -> tuple[FloatArray, BoolArray | None, BoolArray | None]:
+    """Return a matrix by columns, and the rows, and the columns, that have a pair that is possible; None for all."""
     turned = np.ascontiguousarray(matrix.T)
-    by_row, by_column = np.minimum.reduce(turned), np.minimum.reduce(matrix)
-    return turned, bool(by_row.max() < np.inf), bool(by_column.max() < np.inf)
+    return turned, _possible(np.minimum.reduce(turned)), _possible(np.minimum.reduce(matrix))
 
 
 def _taken(array: Any, kept: BoolArray) -> Any:
@@ -340,8 +342,14 @@ def _taken_and_turned(matrix: FloatArray, kept: BoolArray) -> tuple[FloatArray, 
 
 def _possible(costs: FloatArray) -> BoolArray | None:
     """Return the options that cost less than ∞, alone or, of a matrix, with some partner; None for all."""
-    possible = (costs if costs.ndim == 1 else np.minimum.reduce(costs, 1)) < np.inf
-    return None if possible.all() else possible
+    least = costs if costs.ndim == 1 else np.minimum.reduce(costs, 1)
+    return None if np.maximum.reduce(least) < np.inf else least < np.inf
+
+
+def _note(possible: dict[int, list[BoolArray]], node: int, mask: BoolArray | None) -> None:
+    """Add the options of a node that are possible, unless these are all."""
+    if mask is not None:
+        possible.setdefault(node, []).append(mask)
 
 
 def _least(cost: FloatArray, matrix: FloatArray) -> _Addend:
@@ -361,19 +369,23 @@ def _split(matrix: FloatArray) -> tuple[_Addend, _Addend, FloatArray, FloatArray
 
     The rest is returned by rows and by columns.
     """
-    by_row = np.minimum.reduce(matrix, 1)
-    finite_by_row = _finite(by_row)
+    by_row, forbids_rows = for_row = _addend(np.minimum.reduce(matrix, 1))
+    finite_by_row = _finite(by_row) if forbids_rows else by_row
     rest = matrix - finite_by_row[:, None]
-    by_column = np.minimum.reduce(rest)
-    finite_by_column = _finite(by_column)
+    by_column, forbids_columns = for_column = _addend(np.minimum.reduce(rest))
+    finite_by_column = _finite(by_column) if forbids_columns else by_column
     rest = rest - finite_by_column
-    largest = max(np.abs(finite_by_row).max(), np.abs(finite_by_column).max())
-    is_nothing = bool(rest.max() <= CANCELLATION * largest)
-    return _addend(by_row), _addend(by_column), rest, np.ascontiguousarray(rest.T), is_nothing
+    largest = max(_largest(finite_by_row), _largest(finite_by_column))
+    is_nothing = bool(np.maximum.reduce(rest, axis=None) <= CANCELLATION * largest)
+    return for_row, for_column, rest, np.ascontiguousarray(rest.T), is_nothing
 
 
 def _finite(values: FloatArray) -> FloatArray:
     return np.where(np.isfinite(values), values, 0.0)
+
+
+def _largest(values: FloatArray) -> float:
+    return float(np.maximum.reduce(np.abs(values)))
 
 
 def _least_sums(cost: FloatArray, to_left: FloatArray, right: FloatArray) -> FloatArray:
