@@ -65,8 +65,10 @@ class EquationWork(NamedTuple):
 
     def seconds(self, machine: Machine) -> Any:
         """Seconds of the device, and no less than a host takes that launches each kernel."""
-        bound_s = np.maximum(np.maximum(self.product_s + self.half_s, self.memory_s), self.other_s)
-        return np.maximum(self.kernels * machine.kernel_s + bound_s + self.passes_s, self.kernels * machine.launch_s)
+        several = any(isinstance(each, np.ndarray) for each in self)
+        larger: Any = np.maximum if several else max  # which takes less time for two numbers
+        bound_s = larger(larger(self.product_s + self.half_s, self.memory_s), self.other_s)
+        return larger(self.kernels * machine.kernel_s + bound_s + self.passes_s, self.kernels * machine.launch_s)
 
 
 def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> float:
@@ -83,7 +85,8 @@ def equation_work(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, t
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
         read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
         copies = max(traffic.kernels - 1, 0.0), _copied(operands, results, traffic)
-        return _product_work(eqn, flops, strategy, (read, written), copies, mesh_costs)
+        rate = mesh_costs.machine.matmul_flops(_dtype_of_products(eqn))
+        return _product_work(eqn, (flops, rate), strategy, (read, written), copies, mesh_costs)
     return _pass_work(eqn, operands, results, mesh_costs.machine, traffic)
 
 
@@ -109,12 +112,12 @@ def seconds_by_strategy(
     if (flops := _product_flops(eqn, machine)) is not None:
         moved = (_once(operands, traffic.reads), _once(results, traffic.writes), _copied(operands, results, traffic))
         read, written, copied = ((np.zeros(len(strategies)) + each).tolist() for each in moved)
-        copies = max(traffic.kernels - 1, 0.0)
+        copies, rate = max(traffic.kernels - 1, 0.0), machine.matmul_flops(_dtype_of_products(eqn))
         works = [
-            _product_work(eqn, flops, strategy, (of, to), (copies, again), mesh_costs)
+            _product_work(eqn, (flops, rate), strategy, (of, to), (copies, again), mesh_costs)
             for strategy, of, to, again in zip(strategies, read, written, copied, strict=True)
         ]
-        total_s = np.array([work.seconds(machine) for work in works])
+        total_s = EquationWork(*np.array(works).T).seconds(machine)
     else:
         work = _pass_work(eqn, operands, results, machine, traffic)
         total_s = np.zeros(len(strategies)) + work.seconds(machine)
@@ -162,26 +165,25 @@ def _is_batched(eqn: jc.JaxprEqn) -> bool:
 
 def _product_work(
     eqn: jc.JaxprEqn,
-    flops: float,
+    flops: tuple[float, float],
     strategy: Strategy,
     moved: tuple[float, float],
     copies: tuple[float, float],
     mesh_costs: MeshCosts,
 ) -> EquationWork:
-    """The work of a product that reads and writes so many bytes; `copies` are kernels beside it, and their bytes."""
+    """The work of a product of some FLOPs at a rate, and bytes; `copies` are kernels beside it, and their bytes."""
     machine = mesh_costs.machine
-    (read, written), (kernels, behind) = moved, copies
+    (total, rate), (read, written), (kernels, behind) = flops, moved, copies
     if machine.batched_share < 1 and _is_batched(eqn):  # it writes its result once it has computed it
         behind, written = behind + written, 0.0
     if passes := _pass_bytes(eqn, strategy, mesh_costs.mesh):
         kernels, behind = kernels + 2, behind + passes
     masked = _masked_operands(eqn, strategy, mesh_costs)
-    rate = machine.matmul_flops(_dtype_of_products(eqn))
     if machine.unaligned_share < 1 and _is_unaligned(eqn, strategy):
         rate *= machine.unaligned_share
     return EquationWork(
         kernels=1 + kernels + len(masked),
-        product_s=flops / strategy.devices / rate,
+        product_s=total / strategy.devices / rate,
         half_s=machine.matmul_half_flops / rate,
         memory_s=(read + written) / machine.memory_bandwidth,
         passes_s=(behind + 2 * sum(masked)) / machine.memory_bandwidth,

@@ -28,7 +28,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import equation_keys, literal_key
+from autopar.compiler.jaxprs.equation_keys import equation_classes, literal_key
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.replicated_values import free_results
 
@@ -87,7 +87,7 @@ def unfolded(closed: jc.ClosedJaxpr) -> Fold:
 def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]) -> Iterator[Hashable]:
     """Return what tells every equation from others, without its surroundings."""
     scopes: dict[str, str] = {}
-    for key, eqn in zip(equation_keys(jaxpr), jaxpr.eqns, strict=True):
+    for key, eqn in zip(equation_classes(jaxpr), jaxpr.eqns, strict=True):
         known = tuple(isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars)
         freed = tuple(free_results(eqn, known))
         free.update(v for v, is_free in zip(eqn.outvars, freed, strict=True) if is_free)
@@ -138,7 +138,7 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
         return literal_key(atom) if isinstance(atom, jc.Literal) else numbers[atom]
 
     lines: list[Hashable] = []
-    for key, eqn in zip(equation_keys(jaxpr), jaxpr.eqns, strict=True):
+    for key, eqn in zip(equation_classes(jaxpr), jaxpr.eqns, strict=True):
         lines.append((_marked(key, eqn, mark), tuple(map(number, eqn.invars))))
         for v in eqn.outvars:
             numbers[v] = len(numbers)

@@ -10,6 +10,7 @@ is not exact: `headroom`, which the compiled step may need beyond the modelled p
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -214,8 +215,17 @@ class IntraOpProblem:
         return solve_within_memory(self.search, time_limit_s=self.time_limit_s, below_s=below_s)
 
 
+_bytes_of: weakref.WeakKeyDictionary[jc.Jaxpr, float] = weakref.WeakKeyDictionary()
+
+
 def _all_bytes(jaxpr: jc.Jaxpr) -> float:
     """Return the bytes of all that a program is given and makes, with a copy for every reader, on one device."""
+    if jaxpr not in _bytes_of:
+        _bytes_of[jaxpr] = _counted_bytes(jaxpr)
+    return _bytes_of[jaxpr]
+
+
+def _counted_bytes(jaxpr: jc.Jaxpr) -> float:
     used = 0
     for eqn in jc.all_equations(jaxpr):
         used += sum([aval_bytes(v.aval) for v in jc.operands(eqn)]) + 2 * sum([aval_bytes(v.aval) for v in eqn.outvars])
@@ -243,7 +253,7 @@ def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
 def _rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:
     """Return the rules of all equations of some programs at every depth, found together."""
     different = {key: eqn for jaxpr in jaxprs for key, eqn in _equations(jaxpr)}
-    rules = dict(zip(different, sharding_rules(list(different.values())), strict=True))
+    rules = dict(zip(different, sharding_rules(list(different.values()), list(different)), strict=True))
     return lambda eqn: rules[equation_key(eqn)]
 
 

@@ -12,7 +12,7 @@ stage reads may stay a sum over mesh axes until the update: gradients are then r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from autopar.compiler.intra_op.choice_graph import (
     Planner,
     block_plan_of,
 )
-from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
+from autopar.compiler.intra_op.fold_layers import Fold, fold, program_key, unfolded
 from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -60,6 +60,11 @@ class GroupTask:
     """The inputs, by number, that are there before the step."""
     gradients: tuple[int, ...] = ()
     """The outputs, by number, that an update reads."""
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for tasks whose programs compute the same from inputs of the same types."""
+        return program_key(self.jaxpr)
 
     @cached_property
     def combined(self) -> CombinedValues:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
 from autopar.compiler.jaxprs.evaluate import rewrite
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS, CONTROL_FLOW, NESTED
 
@@ -76,4 +76,4 @@ def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
 
 
 def _token(literal: jc.Literal) -> Hashable:
-    return ("literal", str(literal.aval), repr(literal.val))
+    return ("literal", type(literal.val), literal_key(literal))

@@ -29,6 +29,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,7 +204,12 @@ def _numbered(part: str) -> tuple[str, str]:
 
 def _scope(eqn: jc.JaxprEqn) -> _Scope:
     """The names around an equation, without the transformations: `jvp(GPT)/h_3` is `GPT`, `h_3`."""
-    parts = jc.scope_of(eqn).split("/")
+    return _names_of(jc.scope_of(eqn))
+
+
+@lru_cache(maxsize=4096)
+def _names_of(scope: str) -> _Scope:
+    parts = scope.split("/")
     while parts != (bare := [re.sub(r"^\w+\((.*)\)$", r"\1", part) for part in parts]):
         parts = bare
     return tuple(part for part in parts if part)

@@ -21,7 +21,6 @@ from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.frontend.dimension_kinds import ValueKinds
 from autopar.compiler.frontend.scopes import Demand, demand_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.fold_layers import program_key
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
@@ -298,7 +297,7 @@ def class_key(layer: LayerClass) -> Hashable:
             task.phase,
             task.times,
             task.donated,
-            program_key(task.jaxpr),
+            task.key,
             tuple(numbers[n] for n in task.inputs),
             tuple(numbers[n] for n in task.outputs),
         )

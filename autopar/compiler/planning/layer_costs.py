@@ -100,6 +100,8 @@ class LayerCosts:
         default_factory=dict[tuple[int, Machine], dict[str, tuple[Work, Work]]]
     )
     """By class and machine, the work of its phases, and the part of it that begins anew for each microbatch."""
+    task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
+    """The same of tasks by all that it depends on: that of those that others have as well is found once."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
@@ -174,10 +176,7 @@ class LayerCosts:
 
     def _works(self, layer: LayerClass, machine: Machine) -> dict[str, tuple[Work, Work]]:
         """Return the work of a layer by phase, and the part of it that begins anew for each microbatch."""
-        each = [
-            (task, *work_of_program(jc.open_jaxpr(task.jaxpr)[0], machine, task.parameters, task.donated))
-            for task in layer.tasks
-        ]
+        each = [(task, *self._work_of(task, machine)) for task in layer.tasks]
 
         def of(mine: Iterable[tuple[GroupTask, Work, Work]]) -> tuple[Work, Work]:
             both = [(whole, anew) for _, whole, anew in mine]
@@ -186,6 +185,13 @@ class LayerCosts:
         phases = ("forward", "backward", "update")
         works = {phase: of(found for found in each if found[0].phase == phase) for phase in phases}
         return works | {"weight": of(found for found in each if found[0].name.startswith("weight_gradient"))}
+
+    def _work_of(self, task: GroupTask, machine: Machine) -> tuple[Work, Work]:
+        key = task.key, machine, task.parameters, task.donated
+        if key not in self.task_works:
+            program = jc.open_jaxpr(task.jaxpr)[0]
+            self.task_works[key] = work_of_program(program, machine, task.parameters, task.donated)
+        return self.task_works[key]
 
     def saved_for_nothing(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
         """Return what a layer needs at least on a mesh if its layouts save memory: no layouts need less of both."""

@@ -43,6 +43,7 @@ from autopar.compiler.planning.layer_costs import (
 )
 from autopar.compiler.planning.layers_between import layers_between
 from autopar.compiler.planning.one_mesh import memory_limit
+from autopar.compiler.planning.step_bounds import Work
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
@@ -86,6 +87,8 @@ class StageProblem:
     """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search."""
     layer_optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
     """The costs of layers so far, which other layers may have as well."""
+    task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
+    """The work of the tasks of layers so far (see `layer_costs`)."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
@@ -304,6 +307,7 @@ def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
         method=problem.method,
         cache_directory=problem.cache_directory,
         optima=problem.layer_optima,
+        task_works=problem.task_works,
     )
 
 

@@ -70,21 +70,23 @@ def register_sharding_rule(primitive: str, rule: str | Callable[[Any], str]) -> 
     _known.clear()  # among which the primitive may be one without a rule
 
 
-def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+def sharding_rules(eqns: Sequence[jc.JaxprEqn], keys: Sequence[Hashable] | None = None) -> list[Rule]:
     """The rule of each equation. Notes each equation that has no rule as replicated.
 
-    Equations with bodies that are planned themselves have none to ask for.
+    `keys` are their `equation_key`s, if these are known. Equations with bodies that are planned themselves have no rule
+    to ask for.
     """
-    rules = rules_without_warning(eqns)
-    unknown = {equation_key(eqn): eqn for eqn, rule in zip(eqns, rules, strict=True) if rule.source == "none"}
+    keys = [equation_key(eqn) for eqn in eqns] if keys is None else keys
+    rules = rules_without_warning(eqns, keys)
+    unknown = {key: eqn for key, eqn, rule in zip(keys, eqns, rules, strict=True) if rule.source == "none"}
     for eqn in unknown.values():
         _warn(eqn)
     return rules
 
 
-def rules_without_warning(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+def rules_without_warning(eqns: Sequence[jc.JaxprEqn], keys: Sequence[Hashable] | None = None) -> list[Rule]:
     """The rule of each equation; those that are not known yet are lowered together."""
-    keys = [equation_key(eqn) for eqn in eqns]
+    keys = [equation_key(eqn) for eqn in eqns] if keys is None else keys
     asked = dict(zip(keys, eqns, strict=True))
     missing = {key: eqn for key, eqn in asked.items() if key not in _known}
     _known.update(zip(missing, _rules_of(list(missing.values())), strict=True))

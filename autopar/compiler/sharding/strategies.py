@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
@@ -105,14 +105,15 @@ def _strategies_of(
     free = [f for f in range(len(sizes)) if f not in blocked]
     feasible: dict[Strategy, None] = {}
     choices = (None, *free, *linear)
+    known: dict[tuple[int | None, ...], Strategy | None] = {}  # by the factors that axes split, if all that may be sum
     for owners in itertools.product(*(choices if size > 1 else (None,) for size in mesh.shape)):
-        factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}
-        counts = {f: [mesh.shape[axis] for axis in axes] for f, axes in factors.items()}
-        if not all(_can_split(rule, f, parts, masked) for f, parts in counts.items()):
-            continue
-        strategy = _strategy(rule, mesh, factors, owners)
+        split = tuple(owner if isinstance(owner, int) else None for owner in owners)
+        if split not in known:
+            known[split] = _split_strategy(rule, mesh, split, masked)
+        strategy = known[split]
         if strategy is not None:
-            feasible[strategy] = None
+            late = {axis: owner for axis, owner in enumerate(owners) if isinstance(owner, tuple)}
+            feasible[_with_sums(strategy, late) if late else strategy] = None
     return tuple(feasible)
 
 
@@ -167,29 +168,36 @@ def _exchanging(eqn: jc.JaxprEqn, every: Sequence[Strategy], mesh: LogicalMesh) 
     return tuple(found)
 
 
-def _strategy(
-    rule: Rule,
-    mesh: LogicalMesh,
-    factors: dict[int, Axes],
-    owners: Sequence[int | tuple[int, ...] | None],
-) -> Strategy | None:
-    operands = [_split_dims(dims, factors, rule, mesh) for dims in rule.operands]
-    results = [_split_dims(dims, factors, rule, mesh) for dims in rule.results]
-    summed = _axes_of(factors, rule, "sum")
-    late = {axis: owner for axis, owner in enumerate(owners) if isinstance(owner, tuple)}
-    complete = [dims for dims in (*operands, *results) if dims is not None]
-    if len(complete) < len(operands) + len(results):
+def _split_strategy(rule: Rule, mesh: LogicalMesh, split: Sequence[int | None], masked: bool) -> Strategy | None:
+    """Return the strategy whose axes split these factors; None if they cannot."""
+    factors = {f: tuple([axis for axis, owner in enumerate(split) if owner == f]) for f in split if f is not None}
+    counts = {f: [mesh.shape[axis] for axis in axes] for f, axes in factors.items()}
+    if not all(_can_split(rule, f, parts, masked) for f, parts in counts.items()):
         return None
-    partial = tuple(sorted({*summed, *late}))
+    arrays: list[tuple[Axes, ...]] = []
+    for dims in (*rule.operands, *rule.results):
+        axes = _split_dims(dims, factors, rule, mesh)
+        if axes is None:
+            return None
+        arrays.append(axes)
+    partial = tuple(sorted(_axes_of(factors, rule, "sum")))
     combined = (*_axes_of(factors, rule, "max"), *_axes_of(factors, rule, "min"))
     return Strategy(
-        operands=tuple(
-            Layout(dims, tuple(axis for axis, owner in late.items() if number in owner))
-            for number, dims in enumerate(complete[: len(operands)])
-        ),
-        results=tuple(Layout(dims, partial) for dims in complete[len(operands) :]),
+        operands=tuple([Layout(dims) for dims in arrays[: len(rule.operands)]]),
+        results=tuple([Layout(dims, partial) for dims in arrays[len(rule.operands) :]]),
         combined=tuple(sorted(combined)),
-        devices=math.prod(num_parts(rule.sizes[f], [mesh.shape[axis] for axis in axes]) for f, axes in factors.items()),
+        devices=math.prod([num_parts(rule.sizes[f], parts) for f, parts in counts.items()]),
+    )
+
+
+def _with_sums(strategy: Strategy, late: Mapping[int, tuple[int, ...]]) -> Strategy:
+    """Return the same with operands, by axis, that are sums along it."""
+    return strategy._replace(
+        operands=tuple(
+            Layout(operand.dims, tuple([axis for axis, owner in late.items() if number in owner]))
+            for number, operand in enumerate(strategy.operands)
+        ),
+        results=tuple(Layout(dims, tuple(sorted({*partial, *late}))) for dims, partial in strategy.results),
     )
 
 

@@ -10,7 +10,8 @@ wherever a conversion in between leaves them: the same bytes must not cost more 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
 from autopar.compiler.jaxprs import compat as jc
@@ -36,17 +37,30 @@ class CombinedValues:
         return phase == "update" or v in self.left or (v in self.given and (phase != "backward" or v not in self.again))
 
 
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Hashable, CombinedValues]] = weakref.WeakKeyDictionary()
+
+
 def combined_values(
     jaxpr: jc.Jaxpr,
     phase: str | None = None,
     inputs: Collection[int] | None = None,
     results: Collection[int] | None = None,
 ) -> CombinedValues:
-    """Return the combined values of a jaxpr.
+    """Return the combined values of a jaxpr, found once.
 
     `phase` is that of all equations, "body" inside of another equation, or None where their scopes tell. `inputs` are
     numbers of those that are there from the start, `results` of those that nothing but an update reads; by default all.
     """
+    known = _known.setdefault(jaxpr, {})
+    key = phase, inputs if inputs is None else frozenset(inputs), results if results is None else frozenset(results)
+    if key not in known:
+        known[key] = _combined_values(jaxpr, phase, inputs, results)
+    return known[key]
+
+
+def _combined_values(
+    jaxpr: jc.Jaxpr, phase: str | None, inputs: Collection[int] | None, results: Collection[int] | None
+) -> CombinedValues:
     given = {v for number, v in enumerate(jaxpr.invars) if inputs is None or number in inputs}
     forward = set[jc.Var]()
     for eqn in jaxpr.eqns:

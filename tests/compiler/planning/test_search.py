@@ -242,6 +242,17 @@ def test_equal_layers_are_solved_for_once():
     assert costs.choices == {}
 
 
+def test_the_work_of_equal_tasks_is_found_once():
+    works, found = {}, []
+    for layers in (layers_of(), layers_of()):
+        costs = LayerCosts(
+            classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto(), task_works=works
+        )
+        found.append([costs.least(number, QUICK, 4) for number in layers.class_of])
+        assert len(works) == len({(task.key, task.parameters) for one in layers.classes for task in one.tasks})
+    assert found[0] == found[1]
+
+
 # --- jax.checkpoint -----------------------------------------------------------------------------------------------
 
 CHECKPOINTED = alpa_gpt("gpt", GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=1024, batch=8), jnp.float32)
