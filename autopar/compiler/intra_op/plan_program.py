@@ -163,7 +163,7 @@ def intra_op_problem(
         equivalent_inputs=folded.equivalent_inputs,
     )
     workspace = mesh_costs.machine.product_workspace_bytes
-    if memory_budget is not None and (1 + memory_headroom) * (_all_bytes(jaxpr) + workspace) <= memory_budget:
+    if memory_budget is not None and (1 + memory_headroom) * (all_bytes(jaxpr) + workspace) <= memory_budget:
         memory_budget = None  # whatever the layouts are, everything at once fits
     search = MemorySearch(
         choices=choices,
@@ -218,7 +218,7 @@ class IntraOpProblem:
 _bytes_of: weakref.WeakKeyDictionary[jc.Jaxpr, float] = weakref.WeakKeyDictionary()
 
 
-def _all_bytes(jaxpr: jc.Jaxpr) -> float:
+def all_bytes(jaxpr: jc.Jaxpr) -> float:
     """Return the bytes of all that a program is given and makes, with a copy for every reader, on one device."""
     if jaxpr not in _bytes_of:
         _bytes_of[jaxpr] = _counted_bytes(jaxpr)

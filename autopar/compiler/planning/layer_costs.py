@@ -94,6 +94,8 @@ class LayerCosts:
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
     solved: set[Submesh] = field(default_factory=set[Submesh])
     """The submeshes on which the layouts of layers are asked for."""
+    fits: bool = False
+    """All of the step fits on a device at once: what tasks need for a while is not asked for, and 0."""
     saving: set[Submesh] = field(default_factory=set[Submesh])
     """Those of them on which layouts that save memory are asked for as well."""
     works: dict[tuple[int, Machine], dict[str, tuple[Work, Work]]] = field(
@@ -117,7 +119,7 @@ class LayerCosts:
         place = (mesh_costs.mesh.shape, mesh_costs.machine, choice)
         if (number, *place) not in self.known:
             border = self._border(number, mesh_costs, choice)
-            key = (self.classes[number].key, *place, tuple(border.items()))
+            key = (self.classes[number].key, *place, tuple(border.items()), self.fits)
             if key not in self.optima:
                 self.optima[key] = self._solved(number, mesh_costs, choice)
             self.known[number, *place] = self.optima[key]
@@ -143,7 +145,9 @@ class LayerCosts:
         )
         # A stage brings in its state part by part, where this layer's update reads all of its own.
         on_device = device_tasks(layer.tasks, solved, mesh_costs.mesh, mesh_costs)
-        cost = stage_cost(layer, solved, mesh_costs.mesh, mesh_costs, on_device, part_share=PART_SHARE)
+        cost = stage_cost(
+            layer, solved, mesh_costs.mesh, mesh_costs, on_device, part_share=PART_SHARE, at_work=not self.fits
+        )
         if not choice.remat:
             cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, on_device, mesh_costs))
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
@@ -303,10 +307,12 @@ def stage_cost(
     on_device: Mapping[str, DeviceTask] | None = None,
     *,
     part_share: float = 1.0,
+    at_work: bool = True,
 ) -> StageCost:
     """Return the cost of a solution; `on_device` are its `device_tasks`, if known.
 
-    An update brings in all that it reads of the state on the host at once, or a share of it at a time.
+    An update brings in all that it reads of the state on the host at once, or a share of it at a time. Unless memory
+    `at_work` is asked for, there is none but what stays from task to task.
     """
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
@@ -315,7 +321,7 @@ def stage_cost(
         task_s = on_device[task.name].times.total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, on_device, mesh, part_share)
+    memory = stage_memory(layer, solved.layouts, on_device if at_work else {}, mesh, part_share)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -372,7 +378,10 @@ def stage_memory(
     mesh: LogicalMesh,
     part_share: float = 1.0,
 ) -> StageMemory:
-    """Return the memory of a layer or a stage, by the layouts of its values and what its tasks need on a device."""
+    """Return the memory of a layer or a stage, by the layouts of its values and what its tasks need on a device.
+
+    Of tasks that are not given, nothing is counted but what stays.
+    """
     types = layer.types
     counted = layer.state | layer.kept | layer.fed
 
@@ -380,7 +389,7 @@ def stage_memory(
         return sum(device_bytes(types[name], layouts.get(name), mesh) for name in names if name in types)
 
     temporary = deferred = update = part = 0.0
-    for task in layer.tasks:
+    for task in (each for each in layer.tasks if each.name in on_device):
         memory = on_device[task.name].memory
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
         if task.phase == "update":

@@ -9,9 +9,9 @@ All stages of a mesh are planned together, for they share its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
@@ -70,7 +70,8 @@ def mesh_sharding(
     collectives: list[PlannedCollective] = []
     on_device = device_tasks(tasks, solution, mesh, mesh_costs) if on_device is None else on_device
     for task in tasks:
-        block, took, memory = on_device[task.name]
+        done = on_device[task.name]
+        block, took, memory = done.block, done.times, done.memory
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         temporary_parts[task.name] = memory.parts
@@ -117,12 +118,18 @@ def mesh_sharding_like(
     )
 
 
-class DeviceTask(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceTask:
     """What one device does of a task: its program, the seconds of one run, and the memory that this needs."""
 
     block: LocalBlock
     times: BlockTimes
-    memory: MemoryEstimate
+    estimate: Callable[[], MemoryEstimate]
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """Computed when it is first asked for."""
+        return self.estimate()
 
 
 def device_tasks(
@@ -132,8 +139,11 @@ def device_tasks(
     found: dict[str, DeviceTask] = {}
     for task in tasks:
         block = local_task(task, solution.tasks[task.name], mesh)
-        memory = peak_memory(block, mesh, task.donated, machine=mesh_costs.machine)
-        found[task.name] = DeviceTask(block, block_times(block, mesh_costs), memory)
+        found[task.name] = DeviceTask(
+            block=block,
+            times=block_times(block, mesh_costs),
+            estimate=partial(peak_memory, block, mesh, task.donated, machine=mesh_costs.machine),
+        )
     return found
 
 

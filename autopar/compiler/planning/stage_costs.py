@@ -24,6 +24,7 @@ from autopar.compiler.frontend.scopes import ModelScope, meshes_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
+from autopar.compiler.intra_op.plan_program import all_bytes
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
 from autopar.compiler.planning.layer_classes import (
@@ -190,6 +191,12 @@ class StageProblem:
         """The bytes of a device that a plan may use; of the largest, if there are several machines."""
         return max(memory_limit(self.method.memory, group.machine) for group in self.hardware.groups)
 
+    @cached_property
+    def is_roomy(self) -> bool:
+        """True if a device holds all of the step, also computed again and summed over microbatches, at once."""
+        workspace = max(group.machine.product_workspace_bytes for group in self.hardware.groups)
+        return not self.offloads and 3 * all_bytes(self.trace.jaxpr.jaxpr) + workspace <= min(self.expected_bytes)
+
     def memory_of(self, submesh: Submesh) -> float:
         """Return the bytes of a submesh's device that a plan may use."""
         return memory_limit(self.method.memory, self.machine_of(submesh))
@@ -308,6 +315,7 @@ def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
         cache_directory=problem.cache_directory,
         optima=problem.layer_optima,
         task_works=problem.task_works,
+        fits=problem.is_roomy,
     )
 
 

@@ -186,6 +186,8 @@ def test_layers_of_other_microbatches_tell_which_numbers_of_stages_do_not_fit():
 def test_layouts_that_save_memory_are_solved_for_where_the_best_stages_need_them_only(case, share, spares):
     sizes, cluster = CASES[case]
     problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
+    while problem.is_roomy:  # then nobody asks what stages need at work
+        problem = dataclasses.replace(problem, share=problem.share / 2)
     best = min(best_stages(problem, ()), key=lambda each: each.step_time_s)
     found = []
     for solved in ((), problem.submeshes()):

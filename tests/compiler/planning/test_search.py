@@ -1,6 +1,7 @@
 """The whole search: stages, submeshes, microbatches. What it finds runs, and equals the plain step."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +252,19 @@ def test_the_work_of_equal_tasks_is_found_once():
         found.append([costs.least(number, QUICK, 4) for number in layers.class_of])
         assert len(works) == len({(task.key, task.parameters) for one in layers.classes for task in one.tasks})
     assert found[0] == found[1]
+
+
+def test_what_tasks_need_at_work_is_asked_for_only_where_it_may_not_fit():
+    mesh_costs = MeshCosts(machine=QUICK, mesh=LogicalMesh(shape=(2, 2), axis_names=("data", "model")))
+    layers = layers_of()
+    of = partial(LayerCosts, classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto())
+    asked, spared = (
+        [costs.cost(number, mesh_costs, LayoutChoice(0.0)) for number in layers.class_of]
+        for costs in (of(), of(fits=True))
+    )
+    nothing = {"temporary_bytes": 0.0, "deferred_bytes": 0.0, "update_bytes": 0.0}
+    assert all(cost.temporary_bytes > 0 for cost in asked)
+    assert spared == [dataclasses.replace(cost, **nothing) for cost in asked]
 
 
 # --- jax.checkpoint -----------------------------------------------------------------------------------------------
