@@ -7,14 +7,20 @@ Under a cap on `steady_s` (see `stage_costs`), with x the transfer over a cut:
 
 is the least sum for layers [0, k) on at most d devices, if the stage behind them is on submesh n. Where a cluster has
 several groups of devices, d has a number for each, and |m| is in the place of the group that m is of. It is exact but
-for memory: it supposes behind each cut the fewest stages that can run the layers there. Where the order of labels goes
-from the last stage to the first, G is the bound on what they still lack.
+for memory: it supposes behind each cut the fewest stages that can run the layers there. Where memory is short, that is
+far from exact; then, for more work, the stages behind count, too (`by_stages`),
+
+    G[k, n, d, b] = min over i < k and submesh m that has room for (i, k) with b stages behind, of
+                    G[i, m, d - |m|, b + 1] + warmup(i, k, m) + V x(k, m, n)
+
+Where the order of labels goes from the last stage to the first, G is the bound on what they still lack.
 """
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +28,8 @@ from numpy.typing import NDArray
 from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
 _MAX_UNITS = 2048  # states of d; above, devices are counted in larger units
+_MAX_SUMS = 1 << 25  # of G, which is 256 MiB; the same
+_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of all devices, of the sum of warm-ups
 _NEVER = 1 << 30  # stages or devices that no cluster has
 
 
@@ -31,42 +39,73 @@ class PrefixBounds:
 
     cap_s: float
     transfer_s: StageArray  # [cut, source, target], V x; infinity where the cap forbids it
-    fastest_s: StageArray  # [submesh, start, stop] of the choices that may occur
+    fastest_s: StageArray  # [submesh, start, stop, stages behind] of the choices that may occur
     stages_before: IntArray  # [cut], at least so many
     devices_before: IntArray
-    before_s: StageArray  # [cut, submesh behind, units of each group, ...]
+    before_s: StageArray  # [cut, submesh behind, units of each group, ..., stages behind]
     units: IntArray  # devices, by group
     update_s: float  # at least so much
 
     @cached_property
     def furthest(self) -> IntArray:
         """For each layer, the end of the longest stage that starts with it; the layer where there is none."""
-        there = np.asarray(np.isfinite(self.fastest_s).any(axis=0))
+        there = np.asarray(np.isfinite(self.fastest_s[..., 0]).any(axis=0))
         count, ends = there.shape
         return np.where(there.any(axis=1), ends - 1 - there[:, ::-1].argmax(axis=1), np.arange(count))
 
     @property
     def bound_s(self) -> float:
         """Return the least sum of warm-ups and transfers, and of update_s."""
-        return float(self.before_s[-1, -1].flat[-1]) + self.update_s
+        return float(self.before_s[-1, -1, ..., 0].flat[-1]) + self.update_s
+
+    def with_behind(self, stages: Any) -> Any:
+        """Return the place of so many stages behind in the last axis of `fastest_s` and of `before_s`.
+
+        More than there are places for take nothing that memory has no room for.
+        """
+        return np.minimum(stages, self.fastest_s.shape[-1] - 1)
 
 
-def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixBounds | None:
-    """The bounds under a cap, or None if no partition is left."""
-    devices, units = np.array(tables.devices, dtype=np.int64), _units(tables)
-    sizes = tables.devices_by_group // units
+def most_stages(tables: CostTables, limits: IntArray, cap_s: float, sum_s: float) -> int:
+    """Return the largest number of stages whose sum of warm-ups may be below `sum_s`, and which may fit; 0 for none.
+
+    Devices have a price p in place of a number, with which W bounds from below what S stages need of all D devices:
+
+        W[S, k] = min over i < k and submesh m of  W[S-1, i] + warmup(i, k, m) + p |m|,   W[S, L] - p D <= the sum
+    """
+    there = (tables.steady_s <= cap_s) & (limits >= 0)
+    fastest_s = np.where(there, tables.warmup_s, np.inf).min(axis=-1)
+    least_s = np.zeros(tables.num_layers + 1)  # [stages]
+    for share in _PRICES:
+        price_s = share * sum_s / tables.num_devices
+        each_s = (fastest_s + price_s * tables.sizes[:, None, None]).min(axis=0)
+        before_s = np.where(np.arange(tables.num_layers + 1), np.inf, 0.0)
+        for stages in range(tables.num_layers + 1):
+            least_s[stages] = max(least_s[stages], before_s[-1] - price_s * tables.num_devices)
+            before_s = (before_s[:-1, None] + each_s).min(axis=0)
+    return int(np.flatnonzero(least_s < sum_s).max(initial=0))
+
+
+def prefix_bounds(
+    tables: CostTables, limits: IntArray, cap_s: float, *, num_stages: int, by_stages: bool = False
+) -> PrefixBounds | None:
+    """The bounds under a cap for at most so many stages, or None if no partition is left."""
     allowed = _allowed((tables.steady_s <= cap_s) & (limits >= 0), limits)
     possible = np.asarray(allowed.any(axis=-1))
+    binding = limits[allowed & (limits < num_stages - 1)] if by_stages else limits[:0]
+    num_behind = 2 + int(binding.max(initial=-1))
+    devices, units = np.array(tables.devices, dtype=np.int64), _units(tables, possible, num_behind)
+    sizes = tables.devices_by_group // units
     weights = _least_weights(possible, np.column_stack([devices, np.ones_like(devices), sizes]))
     devices_before, stages_before, *lows = _least_before(weights)
     if devices_before[-1] > tables.num_devices:
         return None
     crossing_s = _crossings(tables, cap_s)
-    fastest_s = np.where(allowed, tables.warmup_s, np.inf).min(axis=-1)
+    fastest_s = _fastest(np.where(allowed, tables.warmup_s, np.inf), limits, num_behind)
     available = np.array(tables.available) // units
     highs = [n - each for n, each in zip(available, _least_behind(weights[2:]), strict=True)]
     before_s = _relaxed(fastest_s, crossing_s, possible, sizes, available, lows, highs)
-    if not np.isfinite(before_s[-1, -1].flat[-1]):
+    if not np.isfinite(before_s[-1, -1, ..., 0].flat[-1]):
         return None
     return PrefixBounds(
         cap_s=cap_s,
@@ -117,6 +156,17 @@ def _allowed(usable: NDArray[np.bool_], limits: IntArray) -> NDArray[np.bool_]:
     return allowed
 
 
+def _fastest(warmup_s: StageArray, limits: IntArray, num_behind: int) -> StageArray:
+    """[submesh, start, stop, stages behind]: the least warm-up of a choice that fits with so many stages behind it."""
+    if num_behind == 1:
+        return warmup_s.min(axis=-1)[..., None]
+    fastest_s = np.full((*warmup_s.shape[:-1], num_behind), np.inf)
+    for each_s, limit in zip(np.moveaxis(warmup_s, -1, 0), np.moveaxis(limits, -1, 0), strict=True):
+        there = (*np.indices(limit.shape, sparse=True), np.clip(limit, 0, num_behind - 1))
+        fastest_s[there] = np.minimum(fastest_s[there], each_s)
+    return np.minimum.accumulate(fastest_s[..., ::-1], axis=-1)[..., ::-1].copy()
+
+
 def _least_weights(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
     """[kind, start, stop]: the least weight of a submesh that may run a range, for weights [submesh, kind]."""
     return np.where(possible, weights.T[:, :, None, None], _NEVER).min(axis=1, initial=_NEVER)
@@ -149,12 +199,15 @@ def _least_update(update_s: StageArray) -> float:
     return float(np.diagonal(covering, offset=1).max())
 
 
-def _units(tables: CostTables) -> IntArray:
+def _units(tables: CostTables, possible: NDArray[np.bool_], num_behind: int) -> IntArray:
     """By group, devices counted as one: all counts are rounded down, which only lowers the bound."""
-    most = _MAX_UNITS ** (1 / len(tables.available))
+    cuts = (tables.num_layers + 1) * (len(tables.devices) + 1)
+    most = max(1, min(_MAX_UNITS, _MAX_SUMS // (cuts * num_behind))) ** (1 / len(tables.available))
+    used: list[bool] = np.asarray(possible.any(axis=(1, 2))).tolist()
     units: list[int] = []
     for group, available in enumerate(tables.available):
-        devices = [n for n, of in zip(tables.devices, tables.groups.tolist(), strict=True) if of == group] or [1]
+        of_each = zip(tables.devices, tables.groups.tolist(), used, strict=True)
+        devices = [n for n, of, is_used in of_each if of == group and is_used] or [1]
         common = int(np.gcd.reduce(devices))
         enough = [n for n in (common, *sorted(devices)) if available // n <= most]
         units.append(enough[0] if enough else common)
@@ -174,11 +227,12 @@ def _relaxed(
 
     `sizes` [submesh, group], `available` [group] and what can be before each cut are in units.
     """
-    count, num_layers = fastest_s.shape[:2]
-    before_s = np.full((num_layers + 1, count + 1, *(available + 1)), np.inf)
+    count, num_layers, _, num_behind = fastest_s.shape
+    one_more = int(num_behind > 1)  # the last number of stages behind stands for all larger ones, too
+    before_s = np.full((num_layers + 1, count + 1, *(available + 1), num_behind + one_more), np.inf)
     before_s[0] = 0.0
-    room = np.empty((num_layers, *(available + 1)))
-    behind = (..., *[None] * len(available))
+    room = np.empty((num_layers, *(available + 1), num_behind))
+    units = (slice(None), *[None] * len(available))
     # [submesh, stop]: the first layer that a stage up to `stop` begins with, and the one behind the last; 0 for none.
     behind_last = np.where(possible.any(axis=1), num_layers - possible[:, ::-1].argmax(axis=1), 0)
     begins, ends = possible.argmax(axis=1).tolist(), behind_last.tolist()
@@ -187,19 +241,22 @@ def _relaxed(
         low, high = [int(each[stop]) for each in lows], [int(each[stop]) for each in highs]
         if any(map(operator.gt, low, high)):
             continue
-        ending_s = np.full((count, *(most + 1 - least for least, most in zip(low, high))), np.inf)
+        most_behind = min(num_behind, num_layers - stop + 1)
+        ending_s = np.full((count, *(most + 1 - least for least, most in zip(low, high)), most_behind), np.inf)
         for m, size in enumerate(each_size):
             first, begin, end = list(map(max, low, size)), begins[m][stop], ends[m][stop]
             if not end or any(map(operator.gt, first, high)):
                 continue
             of = list(zip(first, high, size, low))
-            sums = room[: end - begin, *[slice(b + 1 - a) for a, b, _, _ in of]]
-            earlier_s = before_s[begin:end, m, *[slice(a - mine, b + 1 - mine) for a, b, mine, _ in of]]
-            np.add(earlier_s, fastest_s[m, begin:end, stop][behind], out=sums)
+            sums = room[: end - begin, *[slice(b + 1 - a) for a, b, _, _ in of], :most_behind]
+            earlier = [slice(a - mine, b + 1 - mine) for a, b, mine, _ in of]
+            earlier_s = before_s[begin:end, m, *earlier, one_more : one_more + most_behind]
+            np.add(earlier_s, fastest_s[m, begin:end, stop, :most_behind][units], out=sums)
             np.minimum.reduce(sums, out=ending_s[m, *[slice(a - least, b + 1 - least) for a, b, _, least in of]])
-        crossed_s = np.minimum.reduce(ending_s[:, None] + crossing_s[stop, :count][behind])
-        before_s[stop, :, *[slice(least, most + 1) for least, most in zip(low, high)]] = crossed_s
-    return before_s
+        crossed_s = np.minimum.reduce(ending_s[:, None] + crossing_s[stop, :count][..., *units[1:], None])
+        there = before_s[stop, :, *[slice(least, most + 1) for least, most in zip(low, high)]]
+        there[..., :most_behind], there[..., most_behind:] = crossed_s, crossed_s[..., -1:]
+    return before_s[..., :num_behind]
 
 
 def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
@@ -209,9 +266,10 @@ def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, in
     stop, behind, left = tables.num_layers, len(tables.devices), np.array(tables.available) // bounds.units
     while stop:
         best: tuple[float, int, int] = (np.inf, 0, 0)
+        here, earlier = bounds.with_behind(len(path)), bounds.with_behind(len(path) + 1)
         for m, size in enumerate(sizes):
             if (size <= left).all():
-                sums = bounds.before_s[:stop, m, *(left - size)] + bounds.fastest_s[m, :stop, stop]
+                sums = bounds.before_s[:stop, m, *(left - size), earlier] + bounds.fastest_s[m, :stop, stop, here]
                 start = int(sums.argmin())
                 best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
         _, start, m = best

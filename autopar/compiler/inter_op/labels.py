@@ -7,6 +7,7 @@ dropped, too, when even with the bound on what it lacks (`prefix_bounds`) it tak
 already.
 """
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 
@@ -34,7 +35,7 @@ class LabelTask:
     least_steady_s: float  # below, a smaller steady_s gains nothing
     below_s: float  # only partitions that take less
     width: int | None = None  # labels kept at each cut, those with the lowest bounds
-    max_labels: int | None = None
+    max_labels: float = math.inf
     deadline: float | None = None  # of time.monotonic()
 
     @property
@@ -92,7 +93,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
             finished = False
         labels = _joined([labels, new])
-        too_many = task.max_labels is not None and len(labels.cut) > task.max_labels
+        too_many = len(labels.cut) > task.max_labels
         if too_many or (task.deadline is not None and time.monotonic() > task.deadline):
             return LabelResult(partitions=(), num_labels=len(labels.cut), finished=False)
     whole = np.flatnonzero(labels.cut == 0)
@@ -123,13 +124,14 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels | N
     enough = left[:, tables.groups] >= sizes  # [label, submesh]
     enough &= left.sum(axis=1)[:, None] - sizes >= bounds.devices_before[start]
     crossing_s = bounds.transfer_s[labels.cut, : len(sizes), labels.submesh]
-    sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut].T
+    behind = bounds.with_behind(labels.stages)
+    sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut, behind].T
     stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
     parents, m = np.nonzero(enough & stages_fit[:, None] & np.isfinite(sum_s))
     if not parents.size:
         return None
     units = (left[parents] - tables.devices_by_group[m]) // bounds.units
-    before_s = bounds.before_s[start, m, *units.T]
+    before_s = bounds.before_s[start, m, *units.T, bounds.with_behind(labels.stages[parents] + 1)]
     bound_s = _bound(task, sum_s[parents, m] + before_s, labels.steady_s[parents], labels.update_s[parents])
     promising = bound_s < task.limit_s
     if not promising.any():

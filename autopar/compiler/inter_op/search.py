@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from autopar.compiler.inter_op.bounds import PrefixBounds, least_time_s, prefix_bounds, relaxed_path
+from autopar.compiler.inter_op.bounds import PrefixBounds, least_time_s, most_stages, prefix_bounds, relaxed_path
 from autopar.compiler.inter_op.labels import LabelTask, StageChoice, extend_labels
 from autopar.compiler.inter_op.stage_costs import (
     CostTables,
@@ -52,8 +52,10 @@ _CLOSED = 1e-12
 _NEVER = 1 << 30  # devices that no cluster has
 _HALVINGS = 12  # of the memory: a quarter of a per mille of the range
 _ROUNDING = 1 + 1e-9  # bytes are added here, and divided in the tables
-MOST_LABELS = 200_000
-"""What a search is worth: ten times what it takes where memory is not nearly all needed."""
+MANY_LABELS = 20_000
+"""With more, bounds count the stages behind a cut: they are much closer where memory is short, and take more work."""
+MOST_LABELS = 100_000
+"""What a search is worth: five times what it takes where memory is not nearly all needed."""
 
 Placeable = Callable[[Sequence[Submesh]], bool]
 
@@ -86,7 +88,7 @@ class _Interval:
     floor_s: float
     cap_s: float
     stages: tuple[int, int]  # from, up to and including
-    bounded: bool = False  # whether bound_s is that of its own cap
+    bounded: int = 0  # whether bound_s is that of its own cap; 2 with the stages behind it counted
     tried: bool = False  # whether a quick look has been taken
 
 
@@ -106,13 +108,23 @@ class _State:
     not_placed_s: float = math.inf  # the least that a partition takes which there is no place for
     num_labels: int = 0
     limits: dict[int, IntArray] = field(default_factory=dict[int, IntArray])
-    bounds: dict[tuple[int, float], PrefixBounds | None] = field(default_factory=dict[Any, Any])
+    bounds: dict[tuple[int, int, float, bool], PrefixBounds | None] = field(default_factory=dict[Any, Any])
 
     @property
     def is_over(self) -> bool:
         """True once the time or the work is spent."""
         late = self.deadline is not None and time.monotonic() > self.deadline
         return late or self.num_labels > self.most_labels
+
+    @property
+    def by_stages(self) -> bool:
+        """True once there are so many labels that bounds are worth more work."""
+        return self.num_labels > MANY_LABELS
+
+    @property
+    def limit_s(self) -> float:
+        """What partitions have to take less than, to be of interest."""
+        return min(self.best_s, self.below_s)
 
 
 def search_stages(
@@ -137,7 +149,7 @@ def search_stages(
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
     Neither `time_limit_s` nor `most_labels`, which is work, ends the search before there is a partition, as there is no
-    answer without one: then the bound is that of what is left. Nor does it end before that once none takes less than
+    answer without one: then the bound is that of what is left. Nor does it end before that where none takes less than
     `below_s`: then any is returned, and a bound that is no lower.
     """
     if num_layers < 1 or (max_stages is not None and max_stages < 1):
@@ -192,15 +204,13 @@ def _run(state: _State) -> float:
     queue = [(least_s, next(numbers), whole)]
     while queue:
         bound_s, _, interval = heapq.heappop(queue)
-        if bound_s >= state.best_s * (1 - _CLOSED):
-            return math.inf
+        if state.partitions and bound_s >= state.limit_s * (1 - _CLOSED):
+            break
         if state.partitions and state.is_over:
-            return bound_s
-        if state.partitions and min(bound_s, state.best_s) >= state.below_s:
             return bound_s
         for rest in _close(state, interval):
             heapq.heappush(queue, (rest.bound_s, next(numbers), rest))
-    return math.inf
+    return state.limit_s  # what takes longer was not looked for
 
 
 def _close(state: _State, interval: _Interval) -> list[_Interval]:
@@ -208,26 +218,27 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
     bounds = _bounds(state, interval)
     if bounds is None:
         return []
-    if not interval.bounded:
+    if interval.bounded < 1 + state.by_stages:
         _add_relaxed(state, bounds)
         bound_s = max(interval.bound_s, interval.floor_s + bounds.bound_s)
-        return [replace(interval, bound_s=bound_s, bounded=True)]
+        return [replace(interval, bound_s=bound_s, bounded=1 + state.by_stages)]
     one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.memory_depends_on_num_stages
     if not state.partitions and not _add_smallest(state, interval):
         return [] if one_number else _by_stages(interval)
-    # Whatever has a longer steady_s than this takes longer than the best partition.
-    useful_s = state.best_s - bounds.bound_s
+    # Whatever has a longer steady_s than this takes longer than what is of interest.
+    useful_s = state.limit_s - bounds.bound_s
     if useful_s < _LOWER * interval.cap_s:
-        return [replace(interval, cap_s=useful_s, bounded=False)] if useful_s > interval.floor_s else []
+        return [replace(interval, cap_s=useful_s, bounded=0)] if useful_s > interval.floor_s else []
     width_s = interval.cap_s - interval.floor_s
-    if width_s > _WIDE * state.best_s:
+    if width_s > _WIDE * state.limit_s:
         return _by_steady(interval)
     if not interval.tried:
         _enumerate(state, interval, bounds, width=_BEAM)
         return [replace(interval, tried=True)]
     # Halving takes off half of the width, and nothing of what the bound is too low by.
-    narrow = width_s <= max(_NARROW * state.best_s, _LITTLE * (state.best_s - interval.bound_s))
-    match _enumerate(state, interval, bounds, max_labels=None if narrow else _FEW_LABELS):
+    narrow = width_s <= max(_NARROW * state.limit_s, _LITTLE * (state.limit_s - interval.bound_s))
+    most = (state.most_labels if state.by_stages else min(MANY_LABELS + 1, state.most_labels)) - state.num_labels
+    match _enumerate(state, interval, bounds, max_labels=most if narrow else min(most, _FEW_LABELS)):
         case "closed":
             return []
         case "does not fit":
@@ -239,8 +250,8 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
 def _by_steady(interval: _Interval) -> list[_Interval]:
     """Two halves; the upper one has the cap and hence the bound of the whole, and a higher floor."""
     middle_s = (interval.floor_s + interval.cap_s) / 2
-    lower = replace(interval, cap_s=middle_s, bounded=False, tried=False)
-    upper = replace(interval, floor_s=middle_s, bounded=False)
+    lower = replace(interval, cap_s=middle_s, bounded=0, tried=False)
+    upper = replace(interval, floor_s=middle_s, bounded=0)
     return [lower, upper]
 
 
@@ -248,11 +259,11 @@ def _by_stages(interval: _Interval) -> list[_Interval]:
     low, high = interval.stages
     middle = (low + high) // 2
     ranges = ((low, middle), (middle + 1, high))
-    return [replace(interval, stages=stages, bounded=False, tried=False) for stages in ranges]
+    return [replace(interval, stages=stages, bounded=0, tried=False) for stages in ranges]
 
 
 def _enumerate(
-    state: _State, interval: _Interval, bounds: PrefixBounds, *, width: int | None = None, max_labels: int | None = None
+    state: _State, interval: _Interval, bounds: PrefixBounds, *, width: int | None = None, max_labels: float = math.inf
 ) -> Literal["closed", "does not fit", "unfinished"]:
     """Add the partitions of an interval that are better than the best.
 
@@ -265,7 +276,7 @@ def _enumerate(
         bounds=bounds,
         num_stages=interval.stages[1],
         least_steady_s=interval.floor_s,
-        below_s=state.best_s * (1.0 if width is None else _BEAM_SLACK),
+        below_s=state.limit_s * (1.0 if width is None else _BEAM_SLACK),
         width=width,
         max_labels=max_labels,
         deadline=state.deadline if state.partitions else None,
@@ -331,12 +342,16 @@ def _add(state: _State, choices: Sequence[StageChoice]) -> bool:
 
 
 def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
-    stages = interval.stages[0] if state.tables.timing.memory_depends_on_num_stages else 0
-    key = (stages, interval.cap_s)
+    key = (*interval.stages, interval.cap_s, state.by_stages)
     if key not in state.bounds:
         while len(state.bounds) >= 4:  # they are large
             state.bounds.pop(next(iter(state.bounds)))
-        state.bounds[key] = prefix_bounds(state.tables, _limits(state, stages), interval.cap_s)
+        limits = _limits(state, interval.stages[0] if state.tables.timing.memory_depends_on_num_stages else 0)
+        most, by_stages, cap_s = interval.stages[1], state.by_stages, interval.cap_s
+        if by_stages and state.partitions:  # of intervals with one cap, later ones have no lower floor
+            most = min(most, most_stages(state.tables, limits, cap_s, state.limit_s - interval.floor_s))
+        bounds = prefix_bounds(state.tables, limits, cap_s, num_stages=most, by_stages=by_stages) if most else None
+        state.bounds[key] = bounds
     return state.bounds[key]
 
 

@@ -285,31 +285,29 @@ def stage_candidates(
     tried = _schedules(problem, num_microbatches, num_stages[1])
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
-
     most_gain = 2 / 3 * (num_stages[1] - 1) / (num_stages[1] - 1 + num_microbatches)
-
     ranges_of = partial(RangeCosts.of, problem, known, num_microbatches, bool(by_split[0]))
 
-    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool]) -> list[PipelineCandidate]:
+    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool], limit_s: float) -> list[PipelineCandidate]:
         ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
         found: list[PipelineCandidate] = []
         shortage: MemoryTooSmall | None = None
         for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, below_s))
+                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, limit_s))
             except MemoryTooSmall as error:
                 shortage = error
         if not found and shortage is not None:
             raise shortage
         return found
 
-    def best_with(remats: Sequence[bool]) -> list[PipelineCandidate]:
-        found = best_of(schedules, remats)
+    def best_with(remats: Sequence[bool], limit_s: float = below_s) -> list[PipelineCandidate]:
+        found = best_of(schedules, remats, limit_s)
         # Where none is found because they all take too long, those that split weight gradients off may still not.
         worth = any(_is_worth_splitting(each, below_s) for each in found) if found else most_gain > _WORTH_SPLITTING
         if splitting and worth:
             with suppress(MemoryTooSmall):
-                found += best_of(splitting, remats)
+                found += best_of(splitting, remats, _near_s(found, limit_s))
         return found
 
     remats = _remats(problem)
@@ -328,8 +326,8 @@ def stage_candidates(
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
     with suppress(MemoryTooSmall) if found else nullcontext():
-        found += best_with(remats)
-        found += best_with(remats[1:])  # which need the least memory
+        found += best_with(remats, _near_s(found, below_s))
+        found += best_with(remats[1:], _near_s(found, below_s))  # which need the least memory
     return found
 
 
@@ -522,9 +520,11 @@ def solved_searches(
             return []
         if _solve_for(ranges, without.best):
             continue
-        whole = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)
-        if not _solve_for(ranges, whole.best):
-            return [without, whole]
+        whole_s = without.best.step_time_s + max(stage.cost.update_s for stage in without.best.stages)
+        whole = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True, below_s=whole_s)
+        searches = [without, whole] if whole.best.step_time_s < whole_s else [without]
+        if not _solve_for(ranges, searches[-1].best):
+            return searches
 
 
 def _solve_for(ranges: RangeCosts, best: Partition) -> bool:

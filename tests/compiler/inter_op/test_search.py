@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.compiler.inter_op.bounds import most_stages
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.schedules import SCHEDULES
-from tests.compiler.inter_op.stage_problems import search
+from tests.compiler.inter_op.stage_problems import search, tables_of
 
 CASES = 300
 NAMES = list(SCHEDULES)
@@ -145,8 +146,11 @@ def brute_force(problem: dict) -> float:
     return best
 
 
+@pytest.mark.parametrize("by_stages", [False, True], ids=["usual bounds", "by stages"])
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_search_equals_enumeration(number) -> None:
+def test_search_equals_enumeration(number, by_stages, monkeypatch) -> None:
+    if by_stages:
+        monkeypatch.setattr("autopar.compiler.inter_op.search.MANY_LABELS", -1)
     infeasible = 0
     for seed in range(number, CASES, len(NAMES)):
         problem = random_problem(seed)
@@ -223,6 +227,32 @@ def test_a_search_that_is_out_of_time_or_work_has_a_valid_bound(limit) -> None:
     assert optimum.gap <= 1e-9
     assert early.lower_bound_s <= optimum.step_time_s * (1 + 1e-9) <= early.step_time_s * (1 + 2e-9)
     assert early.gap > 0.0
+
+
+@pytest.mark.parametrize("memory_bytes", [2.5, 3.5])
+def test_where_memory_is_short_stages_behind_a_cut_bound_what_is_before_it(memory_bytes, monkeypatch) -> None:
+    problem = even_problem(24, 32, memory_bytes=memory_bytes)
+    explored: list[int] = []
+    for many in (math.inf, -1):
+        monkeypatch.setattr("autopar.compiler.inter_op.search.MANY_LABELS", many)
+        found = search(problem)
+        assert found.gap <= 1e-9
+        explored.append(found.num_explored)
+    assert explored[1] < explored[0] / 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_more_stages_than_the_bound_says_are_below_a_sum(seed) -> None:
+    problem = random_problem(seed) | {"memory_bytes": 1000, "max_stages": None}
+    tables = tables_of(problem)
+    sums_s: dict[int, float] = {}
+    for ranges, submeshes in every_partition(problem):
+        each = [tables.warmup_s[problem["submeshes"].index(m), i, k].min() for (i, k), m in zip(ranges, submeshes)]
+        sums_s[len(ranges)] = min(sums_s.get(len(ranges), math.inf), float(sum(each)))
+    limits = tables.limits([1000.0], num_stages=problem["num_layers"])
+    for sum_s in (0.5, 1.0, 3.0, 8.0, 20.0):
+        most = most_stages(tables, limits, math.inf, sum_s)
+        assert most >= max((stages for stages, least_s in sums_s.items() if least_s < sum_s), default=0)
 
 
 def test_work_that_is_enough_changes_nothing() -> None:
