@@ -41,7 +41,7 @@ from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 
 _BEAM = 24  # labels per cut of the quick look for a first partition
-_BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one
+_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one, or than is of interest
 _MOST_ADDED = 200  # partitions of one enumeration, fastest first
 _FEW_LABELS = 4000  # with more, an interval is halved instead
 _LOWER = 0.8  # of a cap: one that is worth new bounds
@@ -122,9 +122,14 @@ class _State:
         return self.num_labels > MANY_LABELS
 
     @property
-    def limit_s(self) -> float:
-        """What partitions have to take less than, to be of interest."""
+    def enough_s(self) -> float:
+        """The bound in seconds that ends the search."""
         return min(self.best_s, self.below_s)
+
+    @property
+    def limit_s(self) -> float:
+        """What partitions have to take less than; some that are of no interest are runners-up."""
+        return min(self.best_s, _SLACK * self.below_s)
 
 
 def search_stages(
@@ -204,8 +209,8 @@ def _run(state: _State) -> float:
     queue = [(least_s, next(numbers), whole)]
     while queue:
         bound_s, _, interval = heapq.heappop(queue)
-        if state.partitions and bound_s >= state.limit_s * (1 - _CLOSED):
-            break
+        if state.partitions and bound_s >= state.enough_s * (1 - _CLOSED):
+            return min(bound_s, state.limit_s)
         if state.partitions and state.is_over:
             return bound_s
         for rest in _close(state, interval):
@@ -276,7 +281,7 @@ def _enumerate(
         bounds=bounds,
         num_stages=interval.stages[1],
         least_steady_s=interval.floor_s,
-        below_s=state.limit_s * (1.0 if width is None else _BEAM_SLACK),
+        below_s=state.limit_s * (1.0 if width is None else _SLACK),
         width=width,
         max_labels=max_labels,
         deadline=state.deadline if state.partitions else None,
