@@ -210,7 +210,7 @@ def _run(state: _State) -> float:
     while queue:
         bound_s, _, interval = heapq.heappop(queue)
         if state.partitions and bound_s >= state.enough_s * (1 - _CLOSED):
-            return min(bound_s, state.limit_s)
+            return min(max(bound_s, state.enough_s), state.limit_s)
         if state.partitions and state.is_over:
             return bound_s
         for rest in _close(state, interval):
