@@ -261,6 +261,14 @@ def test_pipelines_side_by_side_never_put_off_a_faster_plan(inside, between, wit
     assert any("pipelines" in words for words, _ in found.plan.certificate.runners_up)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zero-bubble"])
+def test_pipelines_side_by_side_never_put_off_what_one_schedule_alone_finds(schedule):
+    there = hosts(18e6, inside=1e9, between=1e9, counts=(3, 2))
+    method = autopar.Auto(num_microbatches=8, layers=4, schedule=schedule)
+    alone = autopar.parallelize(DEEP, method=method, cluster=there).trace(DEEP_STATE, DEEP_BATCH).plan()
+    assert planned_deep(there).simulate().step_time_s <= 1.001 * alone.simulate().step_time_s
+
+
 @pytest.mark.parametrize(("memory_bytes", "inside"), [(24e6, 1e9), (24e6, 3e8), (1e9, 1e8)])
 def test_no_plan_of_lanes_is_simulated_to_take_less_than_the_bound_that_puts_others_off(
     memory_bytes, inside, monkeypatch, tmp_path
