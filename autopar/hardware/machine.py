@@ -142,7 +142,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    "keeps_exponentials",
+    *("keeps_exponentials", "gathers_outermost"),
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
@@ -166,6 +166,7 @@ _MAY_BE_LEFT_OUT = (
     "execution_s",
     "combined_bytes",
     "compiler_share",
+    "channels_last",
     *_RULES[1:],
 )
 
@@ -267,6 +268,11 @@ class Machine:
     transposes_kernels: bool = False
     """XLA has libraries compute convolutions, which read kernels with the output channels first, and write gradients
     of kernels so: those that are written with space first are copied."""
+    gathers_outermost: bool = False
+    """XLA gathers arrays along the dimension that is outermost in memory: along any other they are transposed then."""
+    channels_last: tuple[str, ...] = ()
+    """The types of images, of `DTYPES`, whose channels are innermost where XLA has libraries compute convolutions;
+    those of other types have space innermost. What lies otherwise is copied."""
     combined_bytes: float = 30 * 2.0**20
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
     compiler_share: float = 0.0
@@ -362,6 +368,14 @@ class Machine:
                         f"{_MOST_FLOPS:g} FLOP/s. Give FLOP/s of one device, such as 1e15."
                     )
             object.__setattr__(self, name, dict(rates))
+        if not isinstance(cast(object, self.channels_last), (list, tuple)):
+            raise InvalidArgument(
+                f"The figure channels_last of {self.name!r} is {self.channels_last!r}, it must be a list of types. "
+                "Correct it."
+            )
+        object.__setattr__(self, "channels_last", tuple(self.channels_last))
+        for dtype in self.channels_last:
+            check_choice(f"A type in channels_last of {self.name!r}", dtype, DTYPES)
         if set(self.peak_flops) != set(self.matmul_share) or "float32" not in self.peak_flops:
             raise InvalidArgument(
                 f"{self.name!r} has peak_flops for {sorted(self.peak_flops)} and matmul_share for "
@@ -372,8 +386,12 @@ class Machine:
 
     def computed_in(self, dtype: str) -> str:
         """The type that products of arrays of `dtype` are computed in: one of `peak_flops`."""
-        word = "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8") else dtype
+        word = _word_of(dtype)
         return next(each for each in (*_COMPUTED_IN.get(word, (word,)), "float32") if each in self.peak_flops)
+
+    def has_channels_last(self, dtype: str) -> bool:
+        """Return true if libraries have the channels of images of `dtype` innermost."""
+        return _word_of(dtype) in self.channels_last
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s that large products of arrays of `dtype` reach."""
@@ -482,7 +500,8 @@ class Machine:
 
     def to_data(self) -> dict[str, Any]:
         """The machine as JSON values, keys in the order of the fields."""
-        return {**dataclasses.asdict(self), "intra": self.intra.to_data(), "inter": self.inter.to_data()}
+        links = {"intra": self.intra.to_data(), "inter": self.inter.to_data()}
+        return {**dataclasses.asdict(self), **links, "channels_last": list(self.channels_last)}
 
     @staticmethod
     def from_data(raw: Any) -> Machine:
@@ -574,6 +593,11 @@ class Machine:
             key=lambda each: (f"{each.memory_bytes / 2**30:.0f}gb" not in word, each.memory_bytes),
             default=None,
         )
+
+
+def _word_of(dtype: str) -> str:
+    """Return the word of `DTYPES` for arrays of a type, or its own name."""
+    return "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8") else dtype
 
 
 @functools.lru_cache(maxsize=256)

@@ -215,6 +215,8 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"masks_ragged_products": 0}, "masks_ragged_products of 'one' is 0, it must be true or false"),
         ({"launch_s": "soon"}, "launch_s of 'one' is 'soon'"),
         ({"fuses": 0}, "fuses of 'one' is 0, it must be true or false"),
+        ({"gathers_outermost": 1}, "gathers_outermost of 'one' is 1, it must be true or false"),
+        ({"channels_last": ["float32", "half"]}, "channels_last of 'one' is 'half'. Choose one of .*'float16'"),
         ({"execution_s": -1e-3}, "execution_s of 'one' is -0.001; it must be finite and not negative"),
         ({"sources": {"intra": 5}}, r"sources of 'one' are \{'intra': 5\}; each must be a text"),
         ({"sources": {"nic": "somewhere"}}, r"name the unknown fields \['nic'\]"),
@@ -373,6 +375,10 @@ def test_one_share_of_convolutions_is_that_of_all_types():
             "convolution_share of the machine 'one' is 'all', it must be",
         ),
         (lambda raw: raw.update(convolution_share=True), "convolution_share of the machine 'one' is True, it must be"),
+        (
+            lambda raw: raw.update(channels_last="float32"),
+            "channels_last of 'one' is 'float32', it must be a list",
+        ),
         (lambda raw: raw.update(memory_bytes="1"), "memory_bytes of 'one' is '1'"),
     ],
 )
@@ -390,6 +396,23 @@ def test_a_file_of_something_else_is_refused(text, message):
 
 
 # --- the library ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        pytest.param("dgx-h100", {"float32", "bfloat16", "float16", "float8_e4m3fn", "int8"}, id="capability 9.0"),
+        pytest.param("dgx-b200", {"float32", "bfloat16", "float16", "float8_e4m3fn", "int8"}, id="capability 10.0"),
+        pytest.param("p4d.24xlarge", {"bfloat16", "float16", "float8_e4m3fn", "int8"}, id="capability 8.0"),
+        pytest.param("p3.16xlarge", {"bfloat16", "float16", "float8_e4m3fn", "int8"}, id="capability 7.0"),
+        pytest.param("nc24s-v2", {"float8_e4m3fn", "int8"}, id="capability 6.0"),
+        pytest.param("mi300x-8", {"float8_e4m3fn", "int8"}, id="AMD's"),
+        pytest.param("tpu-v5p", set(), id="no libraries"),
+    ],
+)
+def test_libraries_have_channels_innermost_by_type_and_compute_capability(name, types):
+    known = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+    assert {dtype for dtype in known if Machine.named(name).has_channels_last(dtype)} == types
 
 
 @pytest.mark.parametrize("name", machines())

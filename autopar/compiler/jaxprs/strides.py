@@ -59,6 +59,15 @@ def writes_transposed(eqn: jc.JaxprEqn) -> bool:
     return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
 
 
+def reorders_images(eqn: jc.JaxprEqn, channels_last: bool) -> bool:
+    """Return true if a library that has the channels of images innermost, or else space, reads what is in row-major
+    order otherwise."""
+    if eqn.primitive.name != _CONVOLUTION:
+        return False
+    images: Any = eqn.invars[0].aval
+    return channels_last == (images.ndim - 1 in jp.convolution_of(eqn).lhs_spec[2:])
+
+
 def channel_bytes(eqn: jc.JaxprEqn) -> int:
     """Return the bytes of all channels of one place of the images of a convolution.
 

@@ -29,8 +29,16 @@ from autopar.compiler.jaxprs.fusion import (
     kind_beside_products,
     kind_of,
 )
-from autopar.compiler.jaxprs.primitives import ATTENTION, COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
-from autopar.compiler.jaxprs.strides import reads_transposed, writes_transposed
+from autopar.compiler.jaxprs.primitives import (
+    ATTENTION,
+    COMPRESSED_SUM,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    REDUCTIONS,
+    REMAT,
+    SELECTIONS,
+)
+from autopar.compiler.jaxprs.strides import reads_transposed, reorders_images, writes_transposed
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -48,12 +56,14 @@ from autopar.compiler.memory.twins import (
     without_places,
 )
 from autopar.compiler.resharding.costs import reshard_s
-from autopar.compiler.resharding.steps import collective_of
-from autopar.compiler.sharding.layout import LogicalMesh, num_shards
+from autopar.compiler.resharding.steps import AllGather, Slice, collective_of
+from autopar.compiler.sharding.layout import LogicalMesh, local_shape, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
+from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value, action_values
 from autopar.hardware.machine import Machine
 
+_READ_ANY_ORDER = MATRIX_PRODUCTS | REDUCTIONS
+"""Equations that read the dimensions of an array in any order."""
 _KEPT_GROWTH = 2.0
 """How many times as large as what it is computed from an exponential is kept: in float32, of bfloat16."""
 
@@ -132,6 +142,10 @@ class _Lister:
     """By value that is another one reversed, or a form in the same layout, that one."""
     zeros: set[Value] = field(default_factory=set[Value])
     """Values whose windows have gradients, which GPUs add to zeros."""
+    sent: set[Value] = field(default_factory=set[Value])
+    """What collectives make."""
+    ordered: set[Value] = field(default_factory=set[Value])
+    """Values that something reads to which the order of dimensions matters: no product, no reduction."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
     """What libraries write in another order of dimensions, of regions in line too."""
 
@@ -154,7 +168,11 @@ class _Lister:
                 self._add(action)
 
     def _note(self, action: Action) -> None:
-        """Note what an action reverses, has in another form, or adds to zeros."""
+        """Note what an action reads in one order, sends, reverses, has in another form, or adds to zeros."""
+        if not (isinstance(action, Evaluate) and action.eqn.primitive.name in _READ_ANY_ORDER):
+            self.ordered.update(v for v in action_values(action)[1])
+        if isinstance(action, Reshard) and collective_of(action.steps):
+            self.sent.add(action.result)
         match action:
             case Reshard(operand=Value() as operand, result=result) if action.source == result.layout:
                 self.sources[result] = self._source(operand)
@@ -266,10 +284,21 @@ class _Lister:
             self.note(value)
         if self.machine.transposes_kernels and isinstance(action, Evaluate):
             self._transpose_kernel(action)
-        self.ops.append(self._op(action))
+        op = self._op(action)
+        if isinstance(action, Reshard) and op.results and self._transposes(action):
+            op = op._replace(workspace=self.nbytes[op.results[0]])
+        self.ops.append(op)
         self.actions.append(action)
         if isinstance(action, Evaluate) and self.zeros.intersection(action.results) and rectifies(action.eqn):
             self._share_zeros(action)
+
+    def _transposes(self, action: Reshard) -> bool:
+        """Return true if what is gathered is transposed: along another dimension than its outermost, for no product."""
+        last = action.steps[-1] if action.steps else None
+        if not (self.machine.gathers_outermost and isinstance(last, AllGather) and action.result in self.ordered):
+            return False
+        shape = local_shape(tuple(action.aval.shape), action.result.layout, self.mesh)
+        return any(size > 1 for size in shape[: last.dim])
 
     def _share_zeros(self, action: Evaluate) -> None:
         """Keep the zeros that a linear rectifier compares with: gradients of windows of its result are added there."""
@@ -333,6 +362,8 @@ class _Lister:
                     collective=kind,
                     seconds=self._reshard_s(action, kind),
                     steps=steps,
+                    slices=not kind and any(isinstance(step, Slice) for step in steps),
+                    behind_barrier=action.after is not None,
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)
@@ -350,8 +381,10 @@ class _Lister:
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
                     growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
+                    reorders=self._reorders(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)
+                    + self._reordered_bytes(action)
                     + self._gradient_sums_bytes(action),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
                     if eqn.primitive.name in PRODUCTS
@@ -379,6 +412,22 @@ class _Lister:
         summed: Any = action.operands[0]
         aval = summed.variable.aval
         return (aval.ndim * 4 + max(4, aval.dtype.itemsize)) * value_bytes(summed, self.mesh) / aval.dtype.itemsize
+
+    def _reorders(self, eqn: jc.JaxprEqn) -> bool:
+        """Return true if a library reads what it computes with in another order of dimensions than others."""
+        if not self.machine.transposes_kernels or eqn.primitive.name not in PRODUCTS:
+            return False
+        images: Any = eqn.invars[0].aval
+        return reorders_images(eqn, self.machine.has_channels_last(images.dtype.name))
+
+    def _reordered_bytes(self, action: Evaluate) -> float:
+        """Return the bytes of copies of what a library reads in another order than a collective makes it in.
+
+        Kernels that compute something write it in that order.
+        """
+        if not self._reorders(action.eqn):
+            return 0.0
+        return sum(value_bytes(v, self.mesh) for v in action.operands if isinstance(v, Value) and v in self.sent)
 
     def _gradient_sums_bytes(self, action: Evaluate) -> float:
         """Return the bytes in which a kernel of attention sums the gradients of its queries."""

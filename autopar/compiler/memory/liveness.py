@@ -5,7 +5,8 @@
 Products, collectives, loops, sorts stand apart: what they read and make is in memory; a `product` whose kernel computes
 what it reads only has its result there. Elementwise equations are fused into their readers, which then read what these
 are computed from, later. A fused array is in memory only if an op apart reads it, if it is a result, or if it would be
-computed twice and is expensive (an exponential, say).
+computed twice and is expensive (an exponential, say). XLA fuses an array into all of its readers or into none: where an
+op apart reads it, so do the others. An op that reorders reads a copy of its own, and others go on to compute theirs.
 
 A `constant` is one number all over: whoever reads it fills it in.
 
@@ -39,6 +40,8 @@ _APART = ("apart", "barrier")
 _BEGIN = 1
 # XLA fuses no more arrays than that into one kernel.
 _MAX_SOURCES = 12
+# What is computed of a smaller part of its size than one of so many is not computed of that.
+_LARGE = 8
 
 
 class Op(NamedTuple):
@@ -65,6 +68,12 @@ class Op(NamedTuple):
     """Bytes that it needs while it runs, besides operands and results."""
     seconds: float = 0.0
     """How long a product or a collective takes."""
+    slices: bool = False
+    """It takes a part of an array."""
+    behind_barrier: bool = False
+    """What it reads is held in memory by a barrier in front of it, though it is fused."""
+    reorders: bool = False
+    """It reads arrays in another order of dimensions than others do, by copies of its own."""
     steps: Hashable = ()
     """Of a collective: what it does, equal for those that may be one."""
 
@@ -131,7 +140,8 @@ def lifetimes(
     ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
 ) -> Lifetimes:
     """Return the lifetimes of all that reaches memory, of inputs from -1; `extent` is equal for equal sizes."""
-    program = _Program(ops=ops, extent=extent, outputs=tuple(outputs))
+    reordering = any(op.reorders for op in ops)
+    program = _Program(ops=ops, extent=extent, outputs=tuple(outputs), reordering=reordering)
     return program.run(tuple(inputs))
 
 
@@ -147,6 +157,8 @@ class _Program:
     """By fused array, the arrays that its fused readers read in its place."""
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
+    reordering: bool = False
+    """Some op reads arrays in an order of its own."""
     constants: set[Key] = field(default_factory=set[Key])
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
     parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
@@ -226,7 +238,7 @@ class _Program:
     def _sources(self, op: Op) -> tuple[Key, ...]:
         """Return the places that an op reads from memory."""
         places = dict.fromkeys(map(self._place, op.reads))
-        if op.kind not in _APART:
+        if op.kind not in _APART and not op.behind_barrier:
             direct = self.smaller if op.kind == "product" else set[Key]()
             computed = {place: self._root(place) for place in places if self._root(place) not in direct}
             behind = [self.behind.get(computed[place], (place,)) if place in computed else (place,) for place in places]
@@ -245,11 +257,23 @@ class _Program:
         allowed = op.growth if len(readers) >= MANY_READERS else 1.0
         grows = self.extent[key] / op.widening > allowed * sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
-        again = len(readers) <= 1 or (cheap and (all(fused) or len(sources) <= 1))
+        again = len(readers) <= 1 or (cheap and not self._is_shared(key, readers, sources))
         if again and len(sources) <= _MAX_SOURCES:
             self.behind[key] = sources
             return not all(fused)
         return True
+
+    def _is_shared(self, key: Key, readers: Sequence[int], sources: Sequence[Key]) -> bool:
+        """Return true if an op wants a fused array in memory, and then all read it there.
+
+        Where only such ops want it as copy it in an order of their own, others compute it again, of one array. Of
+        several arrays it is not computed in kernels of two orders.
+        """
+        apart = [time for time in readers if self._wants(time, key)]
+        several = sum(self.extent[self._root(place)] * _LARGE >= self.extent[key] for place in sources) > 1
+        if not several and all(map(self._reorders, apart)):
+            return False
+        return bool(apart) or (several and self._is_read_in_two_orders(readers))
 
     def _wants(self, time: int, key: Key) -> bool:
         """Return true if an op, or the program's end, reads a fused array from memory.
@@ -258,15 +282,43 @@ class _Program:
         """
         return self._is_apart(time) or (self.ops[time].kind == "product" and key in self.smaller)
 
+    def _is_read_in_two_orders(self, readers: Sequence[int]) -> bool:
+        """Return true if what is computed of an array is read by ops that reorder it, and by others."""
+        if not self.reordering:
+            return False
+        made = [key for time in readers if time < len(self.ops) for key in self.ops[time].results]
+        return any(len({self._reorders(time) for time in self.readers.get(key, ())}) > 1 for key in made)
+
+    def _reorders(self, time: int) -> bool:
+        return time < len(self.ops) and self.ops[time].reorders
+
+    def _is_summed(self, key: Key) -> bool:
+        """Return true if a reduction sums an array, or what is computed of it alone for that."""
+        return any(self._sums(time) for time in self.readers.get(key, ()))
+
+    def _sums(self, time: int) -> bool:
+        if time >= len(self.ops):
+            return False
+        op = self.ops[time]
+        readers = [other for key in op.results for other in self.readers.get(key, ())] if op.kind == "fused" else []
+        return op.kind == "reduction" or (bool(readers) and all(map(self._reduces, readers)))
+
+    def _reduces(self, time: int) -> bool:
+        return time < len(self.ops) and self.ops[time].kind == "reduction"
+
     def _is_apart(self, time: int) -> bool:
-        return time >= len(self.ops) or self.ops[time].kind in _APART
+        return time >= len(self.ops) or self.ops[time].kind in _APART or self.ops[time].behind_barrier
 
     def _hand_over(self) -> None:
-        """Let fused ops write over what they read last."""
+        """Let fused ops write over what they read last.
+
+        A kernel that sums what it makes reads its operands for two results, and writes over none.
+        """
         made: dict[tuple[int, float], list[Key]] = {}
         for time, op in enumerate(self.ops):
             for key in op.results:
-                if op.writes_over and key in self.found and self.found[key].start == time:
+                made_now = key in self.found and self.found[key].start == time
+                if op.writes_over and made_now and not (op.kind == "fused" and self._is_summed(key)):
                     made.setdefault((time, self.extent[key]), []).append(key)
         for key, life in self.found.items():
             last = (life.stop - 1, self.extent[key])

@@ -15,17 +15,19 @@ of these, the last ones first, as take as long as that with the updates that the
 for no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and
 all of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
-gradients before it, these stand before it.
+gradients before it, these stand before it. A reduction that is one kernel with another that more than results needs, as
+in the gradients of a batch norm, runs with that. A slice of an array in memory stands before its reader, however late.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
-that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update.
+that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update. A
+slice of an array in memory comes as soon as nothing else reads that.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.memory.liveness import Key, Op
@@ -44,6 +46,16 @@ class OpOrder:
     """For each, its number before."""
     deferred: int | None
     """The place of the first op that is deferred until everything else is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slices:
+    """The slices of arrays in memory that stand elsewhere than as listed."""
+
+    late: Collection[int] = ()
+    """Those before the first op that reads them."""
+    early: Collection[int] = ()
+    """Those behind the last other op that reads what they are of."""
 
 
 def order_ops(
@@ -68,15 +80,17 @@ def order_ops(
     tail = _tail(ops, before)
     update_s = _update_s(ops, before, tail, replaced, nbytes, memory_bandwidth) if for_latency else {}
     groups = _combined(ops, before, tail, nbytes, scatters_sums, combined_bytes)
-    deferred = _deferred(ops, before, tail, groups, update_s) if for_latency else {}
+    deferred = _deferred(ops, before, tail, groups, update_s, nbytes) if for_latency else {}
     held = _held(ops, tail, replaced)
     if for_memory and not for_latency:
         deferred = _large(ops, before, nbytes, groups)
-    times = _times(ops, before, tail, held, deferred)
+    slices = _slices(ops)
+    moved = _Slices(late=slices) if for_latency else _Slices(early=slices) if for_memory else _Slices()
+    times = _times(ops, before, tail, held, deferred, moved)
     for group in groups:
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
-    times = _times(ops, before, tail, held, deferred)
+    times = _times(ops, before, tail, held, deferred, moved)
     waiting = [len(each) for each in before]
     after: list[list[int]] = [[] for _ in ops]
     for number, each in enumerate(before):
@@ -116,13 +130,7 @@ def _predecessors(ops: Sequence[Op]) -> list[set[int]]:
 
 def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key, Key]]) -> dict[int, float]:
     """Return, by op that writes over an input, the number of the last op that reads the input, the update aside."""
-    origins = {op.results[0]: op.reads[0] for op in ops if op.kind in ("view", "form")}
-
-    def root(key: Key) -> Key:
-        while key in origins:
-            key = origins[key]
-        return key
-
+    root = _roots(ops)
     last: dict[Key, int] = {}
     makers: dict[Key, int] = {}
     for number, op in enumerate(ops):
@@ -131,6 +139,18 @@ def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key,
             last.update((root(key), max(number, last.get(root(key), 0))) for key in op.reads)
     pairs = [(makers.get(root(result)), last.get(old)) for result, old in replaced]
     return {maker: time for maker, time in pairs if maker is not None and time is not None}
+
+
+def _roots(ops: Sequence[Op]) -> Callable[[Key], Key]:
+    """Return what gives the array that a view or form is one of."""
+    origins = {op.results[0]: op.reads[0] for op in ops if op.kind in ("view", "form")}
+
+    def root(key: Key) -> Key:
+        while key in origins:
+            key = origins[key]
+        return key
+
+    return root
 
 
 def _combined(
@@ -168,6 +188,7 @@ def _times(
     tail: Sequence[bool],
     held: Mapping[int, float],
     deferred: Mapping[int, float],
+    moved: _Slices,
 ) -> list[float]:
     """Return the time of each op: its number, or the time of the last op that it needs or waits for."""
     times: list[float] = []
@@ -191,15 +212,42 @@ def _times(
                 times[-1] = max(times[-1], held[number] + 0.5)
         else:
             times.append(max((number, *(times[other] for other in before[number]))))
-    return _as_late(ops, before, times)
+    _hurry(ops, moved.early, times)
+    return _as_late(ops, before, times, moved.late)
 
 
-def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float]) -> list[float]:
-    """Let ops that need arguments only wait for the first op that reads them."""
+def _hurry(ops: Sequence[Op], early: Collection[int], times: list[float]) -> None:
+    """Let slices come as soon as nothing else reads the array that they are of, unless a barrier holds that."""
+    root = _roots(ops)
+    last: dict[Key, float] = {}
+    for number, op in enumerate(ops if early else ()):
+        if number not in early:
+            for key in map(root, (*op.reads, *op.results)):
+                last[key] = max(times[number], last.get(key, times[number]))
+    for number in early:
+        if not ops[number].behind_barrier:
+            read = max(last.get(root(key), 0.0) for key in ops[number].reads)
+            times[number] = min(times[number], read + 0.5)
+
+
+def _slices(ops: Sequence[Op]) -> frozenset[int]:
+    """Return the ops that slice what is in memory."""
+    slices = {number for number, op in enumerate(ops) if op.slices and op.reads}
+    if not slices:
+        return frozenset()
+    root = _roots(ops)
+    stored = {root(key) for op in ops if op.kind in ("apart", "barrier") for key in (*op.reads, *op.results)}
+    return frozenset(number for number in slices if all(root(key) in stored for key in ops[number].reads))
+
+
+def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float], late: Collection[int]) -> list[float]:
+    """Let ops that need arguments only, and slices that wait, stand before the first op that reads them."""
     first: dict[int, float] = {}
     for number in range(len(ops) - 1, -1, -1):
         if times[number] < 0:
             times[number] = first.get(number, 0)
+        elif number in late:
+            times[number] = max(times[number], first.get(number, 0))
         for other in before[number]:
             first[other] = min(first.get(other, times[number]), times[number])
     return times
@@ -283,6 +331,7 @@ def _deferred(
     tail: Sequence[bool],
     groups: Sequence[Sequence[int]],
     update_s: Mapping[int, float],
+    nbytes: Mapping[Key, float],
 ) -> dict[int, float]:
     """Return, by product that leads to results only, the number of the op behind which it stands."""
     leads = [False] * len(ops)
@@ -295,6 +344,8 @@ def _deferred(
         for n, op in enumerate(ops)
         if (_is_heavy(op) or (op.kind == "reduction" and op.results)) and not op.early and not op.late and not leads[n]
     ]
+    kinds = {_reduced(op, nbytes) for n, op in enumerate(ops) if op.kind == "reduction" and leads[n]}
+    waiting = [n for n in waiting if ops[n].kind != "reduction" or _reduced(ops[n], nbytes) not in kinds]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
     if late and waiting and all(number < waiting[0] for number in early) and _one_sum(ops, before, groups, waiting):
@@ -312,6 +363,11 @@ def _deferred(
             found[number] = place
             left_s -= ops[number].seconds + update_s.get(number, 0.0)
     return found
+
+
+def _reduced(op: Op, nbytes: Mapping[Key, float]) -> tuple[float, ...]:
+    """Return the bytes of what a reduction reads and makes: those of equal ones are one kernel."""
+    return (*(nbytes.get(key, 0.0) for key in op.reads), *(nbytes.get(key, 0.0) for key in op.results))
 
 
 def _one_sum(

@@ -66,6 +66,42 @@ def test_sums_over_rows_that_only_results_need_hide_collectives_too():
     assert found.ops.index(scalar) < found.ops.index(BEFORE)
 
 
+def test_sums_do_not_wait_that_are_one_kernel_with_others_of_equal_size():
+    gain, mean = Op("reduction", ("a",), ("dg",)), Op("reduction", ("a",), ("m",))
+    last = LAST._replace(reads=("b", "m"))
+    nbytes = {"total": 0, "a": 8, "dg": 1, "m": 1}
+    found = order_ops([gain, mean, BEFORE, last, LOSS], nbytes, for_latency=True, scatters_sums=True)
+    assert found.ops.index(gain) < found.ops.index(BEFORE)
+    found = order_ops([gain, mean, BEFORE, last, LOSS], nbytes | {"m": 2}, for_latency=True, scatters_sums=True)
+    assert found.ops.index(BEFORE) < found.ops.index(gain)
+
+
+@pytest.mark.parametrize("slices", [True, False])
+def test_slices_of_arrays_in_memory_wait_for_what_reads_them(slices: bool):
+    part = Op("fused", ("a",), ("part",), slices=slices)
+    weights = WEIGHTS._replace(reads=("part", "x"))
+    found = order_ops([part, weights, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
+    assert found.ops.index(BEFORE) < found.ops.index(weights)
+    assert (found.ops.index(BEFORE) < found.ops.index(part)) == slices
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        pytest.param({}, 1, id="behind the last other reader where the compiler schedules for memory"),
+        pytest.param({"behind_barrier": True}, 2, id="unless a barrier holds the array"),
+        pytest.param({"slices": False}, 2, id="and nothing else does so"),
+    ],
+)
+def test_slices_that_let_their_array_go_come_early(how: dict[str, bool], place: int):
+    part = Op("fused", ("a",), ("part",), slices=True)._replace(**how)
+    ops = [BEFORE, LAST, part, Op("apart", ("part",), ("c",))]
+    nbytes = dict.fromkeys(("a", "b", "end", "part", "c"), 1.0)
+    assert order_ops(ops, nbytes, for_latency=False, scatters_sums=True).ops.index(part) == place
+    as_written = order_ops(ops, nbytes, for_latency=False, for_memory=False, scatters_sums=True)
+    assert as_written.ops.index(part) == 2
+
+
 def test_gradients_of_weights_wait_for_the_end_where_they_hide_a_collective():
     found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
     assert found.ops.index(BEFORE) < found.ops.index(WEIGHTS)
