@@ -288,26 +288,26 @@ def stage_candidates(
     most_gain = 2 / 3 * (num_stages[1] - 1) / (num_stages[1] - 1 + num_microbatches)
     ranges_of = partial(RangeCosts.of, problem, known, num_microbatches, bool(by_split[0]))
 
-    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool], limit_s: float) -> list[PipelineCandidate]:
+    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool]) -> list[PipelineCandidate]:
         ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
         found: list[PipelineCandidate] = []
         shortage: MemoryTooSmall | None = None
         for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, limit_s))
+                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, below_s))
             except MemoryTooSmall as error:
                 shortage = error
         if not found and shortage is not None:
             raise shortage
         return found
 
-    def best_with(remats: Sequence[bool], limit_s: float = below_s) -> list[PipelineCandidate]:
-        found = best_of(schedules, remats, limit_s)
+    def best_with(remats: Sequence[bool]) -> list[PipelineCandidate]:
+        found = best_of(schedules, remats)
         # Where none is found because they all take too long, those that split weight gradients off may still not.
         worth = any(_is_worth_splitting(each, below_s) for each in found) if found else most_gain > _WORTH_SPLITTING
         if splitting and worth:
             with suppress(MemoryTooSmall):
-                found += best_of(splitting, remats, _near_s(found, limit_s))
+                found += best_of(splitting, remats)
         return found
 
     remats = _remats(problem)
@@ -326,8 +326,8 @@ def stage_candidates(
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
     with suppress(MemoryTooSmall) if found else nullcontext():
-        found += best_with(remats, _near_s(found, below_s))
-        found += best_with(remats[1:], _near_s(found, below_s))  # which need the least memory
+        found += best_with(remats)
+        found += best_with(remats[1:])  # which need the least memory
     return found
 
 
