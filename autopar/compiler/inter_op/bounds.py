@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
 _MAX_UNITS = 2048  # states of d; above, devices are counted in larger units
-_MAX_SUMS = 1 << 25  # of G, which is 256 MiB; the same
-_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of all devices, of the sum of warm-ups
+_MAX_SUMS = 1 << 25  # sums in G, of 256 MiB; above, the same
+_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of all devices together, in sums of warm-ups
 _NEVER = 1 << 30  # stages or devices that no cluster has
 
 

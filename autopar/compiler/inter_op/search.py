@@ -88,7 +88,7 @@ class _Interval:
     floor_s: float
     cap_s: float
     stages: tuple[int, int]  # from, up to and including
-    bounded: int = 0  # whether bound_s is that of its own cap; 2 with the stages behind it counted
+    bounded: int = 0  # 1 if bound_s is that of its own cap, 2 if that counts the stages behind a cut
     tried: bool = False  # whether a quick look has been taken
 
 

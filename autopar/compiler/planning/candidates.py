@@ -107,7 +107,7 @@ class PipelineCandidate:
         return tuple((self.layers.cuts, self.timing.num_microbatches, *key[1:]) for key in self.stage_keys)
 
     def peak_share(self, problem: StageProblem) -> float:
-        """Return the largest share of its memory that a device needs, by the sums over layers; of much, what stays."""
+        """Return the largest share of its memory that a device needs, by sums over layers (roomy: by what stays)."""
         count = len(self.stages)
         return max(
             stage.cost.peak_bytes(self.timing.num_in_flight(stages_behind=count - 1 - number, num_stages=count))
