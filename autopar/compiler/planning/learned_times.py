@@ -10,7 +10,7 @@ A step takes longer than its stages by themselves, by a share that grows with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,11 +72,12 @@ class LearnedTimes:
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
     """What candidates were last simulated to take."""
 
-    def learn_stages(self, candidate: PipelineCandidate, costs: Sequence[StageCost], gap: float) -> None:
-        """Keep what the stages of a candidate take as a whole, up to a gap."""
-        self.wholes.update(zip(candidate.stage_keys, (cost.in_time(1 - gap) for cost in costs), strict=True))
+    def learn_stages(self, candidate: PipelineCandidate, costs: Mapping[int, StageCost], gap: float) -> None:
+        """Keep what stages of a candidate take as a whole, by their numbers, up to a gap."""
         count = candidate.layers.num_microbatches
-        for key, stage, whole in zip(candidate.scheduled_otherwise, candidate.stages, costs, strict=True):
+        for number, whole in sorted(costs.items()):
+            key, stage = candidate.scheduled_otherwise[number], candidate.stages[number]
+            self.wholes[candidate.stage_keys[number]] = whole.in_time(1 - gap)
             if by_layers_s := _seconds(stage.cost, count):
                 share = (1 - gap) * _seconds(whole, count) / by_layers_s
                 self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
@@ -165,6 +166,23 @@ class LearnedTimes:
             costs = self._costs(candidate, shares)
             self.expected[candidate] = _Expected(shares, costs, candidate.simulate_s(costs))
         return self._slack(candidate) * self._last(candidate).seconds
+
+    def least_with_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
+        """Return the seconds that a candidate is taken to need at least, of which some stages take what is `known`."""
+        expected = enumerate(self._costs(candidate, self._shares(candidate)))
+        return self._slack(candidate) * candidate.simulate_s([known.get(number, cost) for number, cost in expected])
+
+    def teaches(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> bool:
+        """Return whether stages may gain by borders, as those of a candidate tell: those that are `known`, or others.
+
+        They tell nothing where all that were seen on their devices take what their layers do.
+        """
+        count = candidate.layers.num_microbatches
+        gains = [
+            _seconds(whole, count) < _SLACK * _seconds(candidate.stages[number].cost, count)
+            for number, whole in known.items()
+        ]
+        return any(gains) or any(self.on.get(stage.submesh, 0.0) < _SLACK for stage in candidate.stages)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return seconds that `least_s` is no less than, from the last simulation of the candidate."""

@@ -22,9 +22,9 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
 from autopar.compiler.jaxprs import compat as jc
@@ -45,6 +45,7 @@ from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
+from autopar.compiler.planning.stage_layouts import StageLayouts, StagesTooSlow
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
@@ -560,9 +561,14 @@ class _Search:
             )
             self.learned.learn_step(candidate, seconds)
             return
-        sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
+        try:
+            max_gap = MAX_GAP if region.estimated_s else ESTIMATE_GAP
+            sharded = shard_candidate(problem, candidate, max_gap, partial(self.are_too_slow, region))
+        except StagesTooSlow as slow:
+            self.leave(candidate, slow.known)
+            return
         self.learn_memory(region, sharded)
-        self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
+        self.learned.learn_stages(candidate, dict(enumerate(sharded.costs)), sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s
@@ -594,6 +600,30 @@ class _Search:
             f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less.",
             least_share=sharded.peak_bytes / sharded.memory_bytes,
         )
+
+    def are_too_slow(self, region: Completion, known: Mapping[int, StageLayouts]) -> bool:
+        """Return whether a candidate is unlikely to be better with some stages as a whole as they are known to be.
+
+        The others are still found where they may tell what to expect elsewhere: by how much less memory stages have to
+        need, or by how much less time they take as a whole.
+        """
+        candidate, problem = region.candidate, self.space.cuttable
+        if self.best is None or problem.method.effort == "thorough" or region.estimated_s:
+            return False
+        if any(each.peak_bytes > problem.memory_of(candidate.stages[number].submesh) for number, each in known.items()):
+            return False
+        costs = {number: each.cost.in_time(1 - each.gap) for number, each in known.items()}
+        return self.learned.least_with_s(candidate, costs) >= self.enough_s and not self.learned.teaches(
+            candidate, costs
+        )
+
+    def leave(self, candidate: PipelineCandidate, known: Mapping[int, StageLayouts]) -> None:
+        """Learn what some stages of a candidate take that is not worth to be completed."""
+        costs, gap = {number: each.cost for number, each in known.items()}, max(each.gap for each in known.values())
+        least_s = self.learned.least_with_s(candidate, {n: cost.in_time(1 - gap) for n, cost in costs.items()})
+        self.learned.learn_stages(candidate, costs, gap)
+        self.learned.learn_step(candidate, least_s)
+        self.note(str(candidate), max(least_s, candidate.step_time_s))
 
     def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
         """Return whether a region completes stages of another one that need as large a share of the memory."""

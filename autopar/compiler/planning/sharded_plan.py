@@ -5,7 +5,7 @@ PipelineCandidate  ->  ShardedPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import PipelineCandidate
 from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
-from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
+from autopar.compiler.planning.stage_layouts import StageLayouts, stage_shardings, with_input_specs
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.methods import offloaded
@@ -49,8 +49,16 @@ class ShardedPlan:
         return replace(self, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
 
 
-def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap: float = MAX_GAP) -> ShardedPlan:
-    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap."""
+def shard_candidate(
+    problem: StageProblem,
+    candidate: PipelineCandidate,
+    max_gap: float = MAX_GAP,
+    are_too_slow: Callable[[Mapping[int, StageLayouts]], bool] = lambda known: False,
+) -> ShardedPlan:
+    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap.
+
+    Raises `StagesTooSlow` as soon as some of its stages `are_too_slow`.
+    """
     stages = candidate.stages
     devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
     assert devices is not None
@@ -83,7 +91,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap
     if problem.offloads:
         bare = with_offload(bare, graph, offloaded(problem.method), problem.trace.host_state)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
-    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap)
+    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap, are_too_slow)
 
     def make_plan() -> Plan:
         planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))

@@ -191,6 +191,15 @@ class StageLayouts:
         return self.make_sharding()
 
 
+class StagesTooSlow(Exception):
+    """The layouts of some stages tell that a plan with them is of no interest."""
+
+    def __init__(self, known: Mapping[int, StageLayouts]) -> None:
+        """Keep the layouts that are known, by the numbers of their stages."""
+        super().__init__()
+        self.known = known
+
+
 def stage_shardings(
     problem: StageProblem,
     layers: Layers,
@@ -199,20 +208,33 @@ def stage_shardings(
     stages: Sequence[Stage],
     timing: Timing,
     max_gap: float = MAX_GAP,
+    are_too_slow: Callable[[Mapping[int, StageLayouts]], bool] = lambda known: False,
 ) -> list[StageLayouts]:
-    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible."""
-    layouts: list[StageLayouts] = []
+    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible.
+
+    The slowest stages are the first, since the others wait for them. Raises `StagesTooSlow` as soon as some of them
+    `are_too_slow`.
+    """
     kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
+    each: list[tuple[_StageInputs, _EquivalentStages]] = []
     for number, stage in enumerate(stages):
-        tell(f"layouts of stage {number + 1} of {len(stages)}")
-        problem.check_time()
         inputs = _stage_inputs(problem, graph, kinds, plan, number, stage, timing)
         ranges = [each.layers for each in plan.stages if each.mesh == number]
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)
         key = (layers, classes, _key(inputs))
-        equivalent: _EquivalentStages = problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))
-        layouts.append(_solve(problem, inputs, equivalent, max_gap))
-    return layouts
+        each.append((inputs, problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))))
+    layouts: dict[int, StageLayouts] = {}
+    for number in sorted(range(len(stages)), key=lambda number: -_seconds(stages[number].cost)):
+        tell(f"layouts of stage {number + 1} of {len(stages)}")
+        problem.check_time()
+        layouts[number] = _solve(problem, *each[number], max_gap)
+        if len(layouts) < len(stages) and are_too_slow(layouts):
+            raise StagesTooSlow(layouts)
+    return [layouts[number] for number in range(len(stages))]
+
+
+def _seconds(cost: StageCost) -> float:
+    return cost.forward_s + cost.backward_s
 
 
 def _stage_inputs(

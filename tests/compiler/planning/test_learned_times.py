@@ -6,29 +6,36 @@ import math
 import pytest
 
 import autopar
+from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.planning.candidates import PipelineCandidate, stage_candidates
 from autopar.compiler.planning.learned_times import LearnedTimes
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
+from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.space import Completion, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_layouts import StagesTooSlow
 from autopar.compiler.planning.step_bounds import step_bounds
 from autopar.compiler.planning.virtual_stages import VirtualStage
 from tests.compiler.planning.test_free_search import arguments, train_step
 
 
 @pytest.fixture(scope="module")
-def candidates() -> list[PipelineCandidate]:
+def problem() -> StageProblem:
     cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
     traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 1024))
-    problem = StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+    return StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+
+
+@pytest.fixture(scope="module")
+def candidates(problem) -> list[PipelineCandidate]:
     return stage_candidates(problem, KnownLayers.of(problem), 1, (2, 3), math.inf)
 
 
 def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.least_s(first) < 0.9 * first.step_time_s
-    learned.learn_stages(first, [stage.cost.in_time(0.95) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, dict(enumerate(stage.cost.in_time(0.95) for stage in first.stages)), gap=0.0)
     assert learned.least_s(first) == pytest.approx(0.995 * 0.95 * first.step_time_s, rel=1e-2)
     there = {stage.submesh for stage in first.stages}
     for other in candidates:
@@ -36,12 +43,46 @@ def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candid
             assert 0.93 * other.step_time_s <= learned.least_s(other) <= 0.96 * other.step_time_s
 
 
+def test_some_stages_that_are_known_tell_what_a_step_takes(candidates):
+    first, learned = candidates[0], LearnedTimes()
+    assert learned.least_with_s(first, {}) == learned.least_s(first)
+    slow = {0: first.stages[0].cost.in_time(2.0)}
+    assert learned.least_with_s(first, slow) > 1.2 * learned.least_s(first)
+    assert not learned.wholes and learned.least_with_s(first, slow) < learned.least_with_s(
+        first, {**slow, 1: first.stages[1].cost.in_time(2.0)}
+    )
+
+
+def test_stages_teach_nothing_where_all_take_what_their_layers_do(candidates):
+    one, there = candidates[0], {stage.submesh for stage in candidates[0].stages}
+    known = {0: one.stages[0].cost}
+    assert LearnedTimes().teaches(one, known)  # none was seen there
+    assert not LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, known)
+    assert LearnedTimes(on=dict.fromkeys(there, 0.95)).teaches(one, known)
+    gaining = {0: one.stages[0].cost.in_time(0.95)}
+    assert LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, gaining)
+
+
+def test_the_slowest_stages_are_the_first_and_may_be_enough(problem, candidates):
+    one = max(candidates, key=lambda each: len({_task_s(stage.cost) for stage in each.stages}))
+    slowest = max(range(len(one.stages)), key=lambda number: _task_s(one.stages[number].cost))
+    with pytest.raises(StagesTooSlow) as slow:
+        shard_candidate(problem, one, are_too_slow=lambda known: True)
+    assert slow.value.known.keys() == {slowest}
+    whole = shard_candidate(problem, one)
+    assert len(whole.costs) == len(one.stages) and whole.costs[slowest] == slow.value.known[slowest].cost
+
+
+def _task_s(cost: StageCost) -> float:
+    return cost.forward_s + cost.backward_s
+
+
 def test_what_was_simulated_last_bounds_what_is_expected(candidates):
     learned = LearnedTimes()
     for share, each in zip([0.97, 0.9, 1.1, 0.95, 0.85], candidates, strict=False):
         for other in candidates:
             assert learned.bound_s(other) <= learned.least_s(other) == learned.bound_s(other)
-        learned.learn_stages(each, [stage.cost.in_time(share) for stage in each.stages], gap=0.01)
+        learned.learn_stages(each, dict(enumerate(stage.cost.in_time(share) for stage in each.stages)), gap=0.01)
         bounds = {other: learned.bound_s(other) for other in candidates}
         assert all(0 < bound <= learned.least_s(other) for other, bound in bounds.items())
         learned.learn_step(each, share * each.step_time_s)
@@ -49,7 +90,7 @@ def test_what_was_simulated_last_bounds_what_is_expected(candidates):
 
 def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates):
     first, learned = candidates[0], LearnedTimes()
-    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, dict(enumerate(stage.cost.in_time(1.2) for stage in first.stages)), gap=0.0)
     learned.learn_step(first, 1.2 * first.step_time_s)
     assert learned.least_s(first) == pytest.approx(0.995 * 1.2 * unseen_share(first) * first.step_time_s, rel=1e-2)
     assert not learned.on and learned.step_share == learned.least_share == 0.85
@@ -58,19 +99,19 @@ def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates)
 def test_what_is_usual_is_what_such_stages_took_last(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.usual_s(first) == first.step_time_s
-    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, dict(enumerate(stage.cost.in_time(1.2) for stage in first.stages)), gap=0.0)
     there = {stage.submesh for stage in first.stages}
     alike = [there.intersection(stage.submesh for stage in each.stages) != set() for each in candidates]
     for each, is_alike in zip(candidates, alike, strict=True):
         assert learned.usual_s(each) == pytest.approx((1.2 if is_alike else 1.0) * each.step_time_s)
-    learned.learn_stages(first, [stage.cost.in_time(0.9) for stage in first.stages], gap=0.0)
+    learned.learn_stages(first, dict(enumerate(stage.cost.in_time(0.9) for stage in first.stages)), gap=0.0)
     assert learned.usual_s(first) == first.step_time_s
 
 
 def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     learned = LearnedTimes()
     for each in candidates:
-        learned.learn_stages(each, [stage.cost for stage in each.stages], gap=0.0)
+        learned.learn_stages(each, dict(enumerate(stage.cost for stage in each.stages)), gap=0.0)
     several = {stage.submesh for each in candidates for stage in each.stages if stage.stop - stage.start > 1}
     assert several and learned.on.keys() == several
 
@@ -116,7 +157,7 @@ def test_stages_of_another_schedule_are_known(candidates):
     assert pairs
     for one, other in pairs:
         learned = LearnedTimes()
-        learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+        learned.learn_stages(one, dict(enumerate(stage.cost.in_time(0.9) for stage in one.stages)), gap=0.0)
         assert learned.least_s(other) == pytest.approx(0.995 * 0.9 * other.step_time_s, rel=1e-2)
 
 
@@ -128,7 +169,7 @@ def test_stages_of_equal_layers_are_known_wherever_they_lie(candidates):
     one = dataclasses.replace(one, layers=layers, virtual_stages=placed(one, here))
     other = dataclasses.replace(one, virtual_stages=placed(one, there), stages=one.stages[::-1])
     learned, seconds = LearnedTimes(), other.simulate_s([stage.cost.in_time(0.9) for stage in other.stages])
-    learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+    learned.learn_stages(one, dict(enumerate(stage.cost.in_time(0.9) for stage in one.stages)), gap=0.0)
     assert learned.least_s(other) == pytest.approx(0.995 * learned.simulated_share(other) * seconds)
     learned.learn_simulated(one, 1.0)
     assert learned.least_s(other) == pytest.approx(0.998 * seconds)
