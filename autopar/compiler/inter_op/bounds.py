@@ -31,6 +31,7 @@ _MAX_UNITS = 2048  # states of d; above, devices are counted in larger units
 _MAX_SUMS = 1 << 25  # sums in G, of 256 MiB; above, the same
 _PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of all devices together, in sums of warm-ups
 _NEVER = 1 << 30  # stages or devices that no cluster has
+_ROUNDING = 1 + 1e-9  # of sums that are equal but for their order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -260,7 +261,10 @@ def _relaxed(
 
 
 def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
-    """The (start, stop, submesh) that attain `before_s` of all layers, first to last."""
+    """The (start, stop, submesh) that attain `before_s` of all layers, first to last.
+
+    Of equal ones those with the longest last stages, whose updates begin while others go on.
+    """
     path: list[tuple[int, int, int]] = []
     sizes = tables.devices_by_group // bounds.units
     stop, behind, left = tables.num_layers, len(tables.devices), np.array(tables.available) // bounds.units
@@ -270,7 +274,7 @@ def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, in
         for m, size in enumerate(sizes):
             if (size <= left).all():
                 sums = bounds.before_s[:stop, m, *(left - size), earlier] + bounds.fastest_s[m, :stop, stop, here]
-                start = int(sums.argmin())
+                start = int(np.argmax(sums <= sums.min() * _ROUNDING))
                 best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
         _, start, m = best
         path.append((start, stop, m))

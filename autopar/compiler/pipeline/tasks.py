@@ -4,16 +4,18 @@
 
 A task holds the equations placed on its stage, and the unplaced ones that they need. Costly unplaced values (masks,
 dropout draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are
-made again, so that no copy of them waits in memory. A rematerialised stage makes its whole forward again.
+made again, so that no copy of them waits in memory. So are activations, where cheap equations make them of others that
+wait anyway (`made_again`). A rematerialised stage makes its whole forward again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.pipeline.made_again import values_to_keep
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 
@@ -25,7 +27,7 @@ ORDER = ("F", "B", "W")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskEquations:
-    """The equations of every microbatch task, by index in program order."""
+    """The equations of every microbatch task, by index in an order in which each finds what it reads."""
 
     equations: Mapping[TaskKey, list[int]]
     accumulations: Mapping[TaskKey, list[int]]
@@ -58,7 +60,10 @@ class _Gatherer:
         self.phases = placement.phases
         self.eqns = self.phases.equations
         self.remat_stages = remat_stages
+        specs = zip(self.phases.step.jaxpr.jaxpr.invars, self.phases.step.inputs, strict=True)
+        self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.again: dict[TaskKey, set[int]] = {}
         self.equations: dict[TaskKey, list[int]] = {}
         self.accumulations: dict[TaskKey, list[int]] = {}
         self.tied: dict[TaskKey, list[jc.Var]] = {}
@@ -74,8 +79,12 @@ class _Gatherer:
                 anchored[key] = self._with_forward(key, indices)
         if split_weight_gradients:
             self._split_weight_gradients(anchored)
+        for key in [k for k in anchored if k[0] == "F" and k[1] not in self.remat_stages]:
+            self._make_again(anchored, key)
         for key in sorted(anchored, key=lambda k: (k[2], ORDER.index(k[0]), k[1])):
-            self.equations[key] = self._closure(anchored[key], self.kept_by_earlier_tasks(key))
+            again = self.again.get(key, set[int]())
+            closure = self._closure([*anchored[key], *again], self.kept_by_earlier_tasks(key))
+            self.equations[key] = self._when_first_read(closure, again - set(anchored[key])) if again else closure
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
         """An accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
@@ -117,6 +126,39 @@ class _Gatherer:
                 chosen.add(i)
                 needed.update(jc.operands(self.eqns[i]))
         return sorted(chosen)
+
+    def _make_again(self, anchored: dict[TaskKey, list[int]], forward: TaskKey) -> None:
+        """The later tasks of a stage also hold the cheap equations that spare memory in between."""
+        later = [key for kind in ORDER[1:] if (key := (kind, *forward[1:])) in anchored]
+        producers = {v: self.eqns[i] for i in sorted(anchored[forward]) for v in self.eqns[i].outvars}
+        kept = values_to_keep(producers, [self.eqns[i] for key in later for i in anchored[key]], self._is_free)
+        for key in later:
+            missing, again = [v for i in anchored[key] for v in jc.operands(self.eqns[i])], set[int]()
+            while missing:
+                v = missing.pop()
+                if v in producers and v not in kept and (i := self.producer[v]) not in again:
+                    again.add(i)
+                    missing += jc.operands(self.eqns[i])
+            self.again[key] = again
+
+    def _when_first_read(self, indices: Sequence[int], again: Collection[int]) -> list[int]:
+        """Put what is made again in front of the first equation that reads it, so that it waits for nothing."""
+        first_reader: dict[int, int] = {}
+        for i in reversed(indices):
+            place = first_reader[i] if i in again else i
+            for v in jc.operands(self.eqns[i]):
+                if (j := self.producer.get(v)) in again:
+                    first_reader[j] = min(place, first_reader.get(j, place))
+        return sorted(indices, key=lambda i: (first_reader[i], 0, i) if i in again else (i, 1, i))
+
+    def _is_free(self, v: jc.Var) -> bool:
+        """True for a value that is not kept for a later task: of the whole step, or made cheaply where it is read."""
+        i = self.producer.get(v)
+        if i is None:
+            return v not in self.of_microbatch
+        if not self.phases.of[i] & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED}:
+            return True
+        return Phase.UNPLACED in self.phases.of[i] and v not in self.phases.costly
 
     def _split_weight_gradients(self, anchored: dict[TaskKey, list[int]]) -> None:
         """Move to W what no other stage waits for (Zero Bubble, arXiv 2401.10241, section 2)."""

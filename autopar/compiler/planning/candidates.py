@@ -549,12 +549,12 @@ def _is_estimated(ranges: RangeCosts, stage: Stage) -> bool:
     """Return whether the layouts of a stage's layers are known, as they are or computed again, whichever it does.
 
     If only of those without weight gradients as tasks of their own, their seconds are close and no more, and what
-    stages take as a whole is found anew. One device leaves nothing to choose.
+    stages take as a whole is found anew. One device leaves nothing to choose; what it needs besides is asked for.
     """
     again, submesh = ranges.again, stage.submesh
     mine = again if again is not None and stage.cost.choice.remat != ranges.remat else ranges
     known = mine.solved if mine.whole is None else mine.solved | mine.whole.solved
-    return submesh.num_devices == 1 or submesh in known
+    return submesh in known or (submesh.num_devices == 1 and ranges.problem.is_roomy)
 
 
 def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:

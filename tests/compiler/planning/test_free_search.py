@@ -181,7 +181,7 @@ def test_layers_of_other_microbatches_tell_which_numbers_of_stages_do_not_fit():
 
 @pytest.mark.parametrize(
     ("case", "share", "spares"),
-    [("a small model", 1.0, False), ("slow links", 0.9, False), ("a large model", 0.9, True)],
+    [("a small model", 1.0, True), ("a small model", 0.95, False), ("a large model", 0.99, False)],
 )
 def test_layouts_that_save_memory_are_solved_for_where_the_best_stages_need_them_only(case, share, spares):
     sizes, cluster = CASES[case]
@@ -209,15 +209,17 @@ def best_stages(problem, saving):
 def test_a_search_of_every_schedule_finds_the_stages_of_one():
     made, cluster = convnet(), autopar.Cluster.parse("1x dgx-h100")
     traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)
-    found = []
+    found: list[dict] = []
     for fixed in ({}, {"schedule": "zero-bubble"}):
         problem = problem_of(traced, cluster, **fixed)
         stages = stage_candidates(problem, KnownLayers.of(problem), 1, (2, 2), 1.7e-3)
         split = [each for each in stages if each.timing.schedule.splits_weight_gradients]
         in_order = sorted(split, key=lambda each: each.step_time_s)
-        found.append([tuple((stage.start, stage.stop, stage.submesh) for stage in each.stages) for each in in_order])
+        found.append({tuple((s.start, s.stop, s.submesh) for s in each.stages): each.step_time_s for each in in_order})
     free, restricted = found
-    assert len(restricted) > 2 and set(restricted[:2]) <= set(free)
+    best, second, *others = restricted
+    assert others and best in free
+    assert second in free or sorted(free.values())[1] < restricted[second]
 
 
 def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatches():
