@@ -55,8 +55,10 @@ class LearnedTimes:
     """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
     """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
-    on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
-    """By submesh, the least such share that want of memory did not raise."""
+    on: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
+    """By submesh, and whether there were several microbatches, the least such share that want of memory did not raise.
+
+    One microbatch is another program than several, and tells nothing of them."""
     lately: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
     """By submesh, and whether stages are computed again: the share that the last ones took, for want of memory too."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
@@ -82,7 +84,7 @@ class LearnedTimes:
                 share = (1 - gap) * _seconds(whole, count) / by_layers_s
                 self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
-                    self._learn_on(stage.submesh, share)
+                    self._learn_on((stage.submesh, count > 1), share)
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes."""
@@ -90,7 +92,7 @@ class LearnedTimes:
         if share <= _NO_GAIN:
             self.steps.append(share)
         if len(candidate.stages) == 1:
-            self._learn_on(candidate.stages[0].submesh, share)
+            self._learn_on((candidate.stages[0].submesh, candidate.layers.num_microbatches > 1), share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
@@ -100,18 +102,23 @@ class LearnedTimes:
         self.simulated[number] = min(share, self.simulated.get(number, share))
         self.alike[key] = min(share, self.alike.get(key, share))
 
-    def _learn_on(self, submesh: Submesh, share: float) -> None:
+    def _learn_on(self, place: tuple[Submesh, bool], share: float) -> None:
         if share <= _NO_GAIN:
-            self.on[submesh] = min(share, self.on.get(submesh, share))
+            self.on[place] = min(share, self.on.get(place, share))
 
-    def share_on(self, submesh: Submesh) -> float:
+    def share_on(self, submesh: Submesh, several: bool | None = None) -> float:
         """Return the share of their time by their layers that stages on a submesh are taken to need at least.
 
-        On one device there are no layouts to gain by, so that stages there tell nothing of others.
+        For `several` microbatches or for one; if it is not said, what was seen for either tells. On one device there
+        are no layouts to gain by, so that stages there tell nothing of others.
         """
-        if submesh in self.on:
-            return self.on[submesh]
-        telling = {other: share for other, share in self.on.items() if other.num_devices > 1}
+        seen: dict[Submesh, float] = {}
+        for (other, of_several), share in self.on.items():
+            if several in (None, of_several):
+                seen[other] = min(share, seen.get(other, share))
+        if submesh in seen:
+            return seen[submesh]
+        telling = {other: share for other, share in seen.items() if other.num_devices > 1}
         larger = [share for other, share in telling.items() if other.num_devices >= submesh.num_devices]
         least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
@@ -182,7 +189,7 @@ class LearnedTimes:
             _seconds(whole, count) < _SLACK * _seconds(candidate.stages[number].cost, count)
             for number, whole in known.items()
         ]
-        return any(gains) or any(self.on.get(stage.submesh, 0.0) < _SLACK for stage in candidate.stages)
+        return any(gains) or any(self.on.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in candidate.stages)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return seconds that `least_s` is no less than, from the last simulation of the candidate."""
@@ -221,7 +228,7 @@ class LearnedTimes:
             if whole in self.wholes
             else slack * KNOWN_SLACK * self.of_stages[key]
             if key in self.of_stages
-            else slack * _SLACK * self.share_on(stage.submesh)
+            else slack * _SLACK * self.share_on(stage.submesh, candidate.layers.num_microbatches > 1)
             for whole, key, stage in each
         )
 

@@ -54,7 +54,8 @@ def test_some_stages_that_are_known_tell_what_a_step_takes(candidates):
 
 
 def test_stages_teach_nothing_where_all_take_what_their_layers_do(candidates):
-    one, there = candidates[0], {stage.submesh for stage in candidates[0].stages}
+    one = candidates[0]
+    there = {(stage.submesh, one.layers.num_microbatches > 1) for stage in one.stages}
     known = {0: one.stages[0].cost}
     assert LearnedTimes().teaches(one, known)  # none was seen there
     assert not LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, known)
@@ -112,15 +113,28 @@ def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     learned = LearnedTimes()
     for each in candidates:
         learned.learn_stages(each, dict(enumerate(stage.cost for stage in each.stages)), gap=0.0)
-    several = {stage.submesh for each in candidates for stage in each.stages if stage.stop - stage.start > 1}
-    assert several and learned.on.keys() == several
+    bordered = {
+        (stage.submesh, each.layers.num_microbatches > 1)
+        for each in candidates
+        for stage in each.stages
+        if stage.stop - stage.start > 1
+    }
+    assert bordered and learned.on.keys() == bordered
+
+
+def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
+    two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (2, 4))
+    learned = LearnedTimes(on={(four, True): 0.97, (four, False): 0.9, (two, True): 0.98})
+    assert [learned.share_on(four, several) for several in (True, False, None)] == [0.97, 0.9, 0.9]
+    assert [learned.share_on(two, several) for several in (True, False, None)] == [0.98, 0.9, 0.98]
+    assert LearnedTimes(on={(four, True): 0.97}).share_on(four, several=False) == 0.85
 
 
 def test_one_device_without_layouts_tells_nothing_of_several():
     one, two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (1, 2, 4))
-    learned = LearnedTimes(on={one: 1.02})
+    learned = LearnedTimes(on={(one, True): 1.02})
     assert [learned.share_on(each) for each in (one, two, four)] == [1.02, 0.85, 0.85]
-    learned.on[two] = 0.95
+    learned.on[two, True] = 0.95
     assert [learned.share_on(each) for each in (one, two, four)] == pytest.approx([1.02, 0.95, 0.95 * 0.95])
 
 
@@ -182,11 +196,11 @@ def placed(candidate: PipelineCandidate, layers: list[tuple[int, int]]) -> tuple
 
 def test_fewer_devices_gain_no_more_and_more_devices_may():
     few, many = cluster_shape(2, 8), cluster_shape(4, 8)
-    learned = LearnedTimes(on={few: 0.96})
+    learned = LearnedTimes(on={(few, True): 0.96})
     assert learned.share_on(few) == 0.96
     assert learned.share_on(many) == pytest.approx(0.95 * 0.96)
-    assert LearnedTimes(on={many: 0.96}).share_on(few) == 0.96
-    assert LearnedTimes(on={many: 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
+    assert LearnedTimes(on={(many, True): 0.96}).share_on(few) == 0.96
+    assert LearnedTimes(on={(many, True): 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
 
 
 def test_more_stages_take_no_smaller_share_when_they_are_simulated(candidates):
