@@ -147,7 +147,8 @@ class _Gatherer:
         for i in reversed(indices):
             place = first_reader[i] if i in again else i
             for v in jc.operands(self.eqns[i]):
-                if (j := self.producer.get(v)) in again:
+                j = self.producer.get(v)
+                if j is not None and j in again:
                     first_reader[j] = min(place, first_reader.get(j, place))
         return sorted(indices, key=lambda i: (first_reader[i], 0, i) if i in again else (i, 1, i))
 
