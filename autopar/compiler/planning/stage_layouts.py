@@ -225,7 +225,7 @@ def stage_shardings(
         each.append((inputs, problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))))
     layouts: dict[int, StageLayouts] = {}
     for number in sorted(range(len(stages)), key=lambda number: -_seconds(stages[number].cost)):
-        tell(f"layouts of stage {number + 1} of {len(stages)}")
+        tell(f"layouts of stage {len(layouts) + 1} of {len(stages)}")
         problem.check_time()
         layouts[number] = _solve(problem, *each[number], max_gap)
         if len(layouts) < len(stages) and are_too_slow(layouts):
