@@ -51,7 +51,7 @@ def values_to_keep(
     made = {v for eqn in readers for v in eqn.outvars}
     kept = {v for eqn in readers for v in jc.operands(eqn) if v not in made and not is_free(v)}
     fixed = {v for eqn in readers if eqn.primitive.name in _LAID_OUT for v in jc.operands(eqn)}
-    fixed |= {v for v, eqn in producers.items() if not is_cheap(eqn) or _size(v) == 1}
+    fixed |= {v for v, eqn in producers.items() if not _is_cheap(eqn) or _size(v) == 1}
     task = _EarlierTask(producers=producers, fixed=fixed, is_free=is_free)
     before: set[jc.Var] = set()
     while kept != before:
@@ -60,7 +60,7 @@ def values_to_keep(
     return kept
 
 
-def is_cheap(eqn: jc.JaxprEqn) -> bool:
+def _is_cheap(eqn: jc.JaxprEqn) -> bool:
     """Return whether to compute an equation again takes hardly longer than to read its result."""
     return eqn.primitive.name in _CHEAP and not eqn.effects
 
@@ -135,7 +135,7 @@ class _EarlierTask:
         while nearest and len(found) < _MOST_EQUATIONS:
             for w in jc.operands(self.producers[nearest.popleft()]):
                 producer = None if w in kept or w in found or self.is_free(w) else self.producers.get(w)
-                if producer is not None and is_cheap(producer):
+                if producer is not None and _is_cheap(producer):
                     found.add(w)
                     nearest.append(w)
         return sorted(found, key=self.order.__getitem__)

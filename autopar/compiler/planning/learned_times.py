@@ -4,8 +4,9 @@
 
 The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
 much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
-others there did. A stage that takes more than its layers does so for want of memory, and tells nothing of others.
-A step takes longer than its stages by themselves, by a share that grows with their number.
+others there did, of one microbatch and of several apart. A stage that takes more than its layers does so for want of
+memory, and tells nothing of others. A step takes longer than its stages by themselves, by a share that grows with their
+number.
 """
 
 from __future__ import annotations

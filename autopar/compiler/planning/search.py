@@ -604,8 +604,7 @@ class _Search:
     def are_too_slow(self, region: Completion, known: Mapping[int, StageLayouts]) -> bool:
         """Return whether a candidate is unlikely to be better with some stages as a whole as they are known to be.
 
-        The others are still found where they may tell what to expect elsewhere: by how much less memory stages have to
-        need, or by how much less time they take as a whole.
+        The others are still found where they may tell of memory, or of less time as a whole, what to expect elsewhere.
         """
         candidate, problem = region.candidate, self.space.cuttable
         if self.best is None or problem.method.effort == "thorough" or region.estimated_s:
@@ -613,9 +612,8 @@ class _Search:
         if any(each.peak_bytes > problem.memory_of(candidate.stages[number].submesh) for number, each in known.items()):
             return False
         costs = {number: each.cost.in_time(1 - each.gap) for number, each in known.items()}
-        return self.learned.least_with_s(candidate, costs) >= self.enough_s and not self.learned.teaches(
-            candidate, costs
-        )
+        least_s = self.learned.least_with_s(candidate, costs)
+        return least_s >= self.enough_s and not self.learned.teaches(candidate, costs)
 
     def leave(self, candidate: PipelineCandidate, known: Mapping[int, StageLayouts]) -> None:
         """Learn what some stages of a candidate take that is not worth to be completed."""

@@ -56,7 +56,7 @@ def wide(values) -> list[str]:
 @pytest.mark.parametrize(
     ("act", "kept"),
     [
-        (jax.nn.gelu, ["dot", "mul", "tanh"]),  # what goes in, what the second product reads, and no third thing
+        (jax.nn.gelu, ["dot", "mul", "tanh"]),  # what goes in, what the second product reads, and what takes long
         (gated, ["dot", "logistic", "mul"]),
         (lambda h: jax.nn.relu(h) ** 2, ["dot", "integer"]),
     ],
