@@ -60,8 +60,9 @@ _PIECE_NUMBERS, _STACKED, _COPIES = 4, 16, 4
 """Numbers of a dimension that a copy moves innermost, how many matrices it copies so, and how many more copies."""
 PIECE_BYTES, WRITTEN_SHARE = 4.0 * _PIECE_NUMBERS, 2 / 3
 """What such a copy writes at once, in float32, and of what it reads and writes the share that it writes."""
-_SIDES, _CHANNELS = (56, 28, 14, 7), 256
-"""Of images between the convolutions of a network, each of twice the channels of the one before: from so many on."""
+_SIDES, _CHANNELS = (56, 28, 14, 7), (160, 512, 640, 2048)
+"""Of images between the convolutions of a network, and their channels: kernels of libraries are faster where these are
+powers of two, as they are in some networks and in others not."""
 _NETWORKS_MORE = 1
 
 
@@ -92,7 +93,7 @@ class Effort:
     array_bytes: int = 2**28
     """Of an array that kernels of one size only go through."""
     images: int = 64
-    """Of convolutions."""
+    """Of convolutions in 16 bits."""
 
     @staticmethod
     def of(*, quick: bool) -> Effort:
@@ -259,15 +260,17 @@ def convolutions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     """A training step of convolutions, one of each side of images, for each type: weights and momentum in 32 bits.
 
     Libraries have layouts of their own: what copies weights into them and gradients out of them is in the time. FLOPs
-    are those of forward pass and gradients, bytes what is read and written of weights and momentum.
+    are those of forward pass and gradients, bytes what is read and written of weights and momentum. Images are as many
+    as take as many bytes in either type.
     """
-    channels = [_CHANNELS * effort.images // 64 * 2**number for number in range(len(_SIDES))]
+    channels = [each * effort.images // 64 // 8 * 8 for each in _CHANNELS]
     weights = [9 * each**2 for each in channels]
-    flops = sum(6.0 * effort.images * side**2 * size for side, size in zip(_SIDES, weights, strict=True))
     found: list[Measurement] = []
     for dtype in (jnp.dtype("bfloat16"), jnp.dtype("float32")):
-        in_a_row = partial(_trained_in_a_row, devices, channels, dtype, effort)
+        images = effort.images * 2 // dtype.itemsize
+        in_a_row = partial(_trained_in_a_row, devices, channels, dtype, images)
         seconds = _one_more_s(in_a_row, _NETWORKS_MORE, effort)
+        flops = sum(6.0 * images * side**2 * size for side, size in zip(_SIDES, weights, strict=True))
         # Weights and momentum are read and written, weights converted, gradients read.
         converted = 0 if dtype.itemsize == 4 else 4 + dtype.itemsize
         nbytes = (2 * 8 + converted + dtype.itemsize) * sum(weights)
@@ -277,19 +280,19 @@ def convolutions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
 
 
 def _trained_in_a_row(
-    devices: Sequence[Any], channels: Sequence[int], dtype: np.dtype[Any], effort: Effort, networks: int
+    devices: Sequence[Any], channels: Sequence[int], dtype: np.dtype[Any], images: int, networks: int
 ) -> Callable[[int], Any]:
     """Return what trains so many networks, of a convolution of 3 x 3 for each side, a number of steps."""
 
     def drawn(key: int, *shape: int) -> jax.Array:
         return _made(lambda: jax.random.normal(jax.random.key(key), (len(devices) * shape[0], *shape[1:])), devices)
 
-    def trained(state: Any, images: Any) -> Any:
-        updated = [_trained(x, *each) for x, each in zip(images, state, strict=True)]
+    def trained(state: Any, arrays: Any) -> Any:
+        updated = [_trained(x, *each) for x, each in zip(arrays, state, strict=True)]
         return [each[0] for each in updated], [each[1:] for each in updated]
 
     layers = [(key, side, size) for key in range(networks) for side, size in zip(_SIDES, channels, strict=True)]
-    images = [drawn(key, effort.images, side, side, size).astype(dtype) for key, side, size in layers]
+    arrays = [drawn(key, images, side, side, size).astype(dtype) for key, side, size in layers]
     weights = [drawn(key, 3, 3, size, size) / math.sqrt(9 * size) for key, _, size in layers]
     state = [(w, w * 0) for w in weights]
     step = jax.jit(_on_each(trained, devices), donate_argnums=0)
@@ -297,7 +300,7 @@ def _trained_in_a_row(
     def in_a_row(count: int) -> Any:
         nonlocal state
         for _ in range(count):
-            state, _ = step(state, images)
+            state, _ = step(state, arrays)
         return state
 
     return in_a_row

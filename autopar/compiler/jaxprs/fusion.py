@@ -28,18 +28,27 @@ own, which elementwise equations are fused into, and copies the parts that somet
 from __future__ import annotations
 
 import heapq
-import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.jaxprs.fusion_kinds import (
+    COMPUTED_AGAIN,
+    EXPONENTIALS,
+    MANY_READERS,
+    FusionKind,
+    extent,
+    is_expensive,
+    kind_beside_products,
+    kind_of,
+)
 from autopar.compiler.jaxprs.joined import Joined
-from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, ATTENTION, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
+from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, PRODUCTS
 from autopar.compiler.jaxprs.strides import (
     Layouts,
     layouts_of,
@@ -50,61 +59,12 @@ from autopar.compiler.jaxprs.strides import (
 )
 from autopar.hardware.machine import Machine
 
-FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_VIEWS = _names(
-    "reshape squeeze expand_dims transpose copy sharding_constraint layout_constraint stop_gradient name pvary"
-)
 _SUMS = ("add", "add_any")
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_APART = ATTENTION | _names(
-    "dot_general conv_general_dilated ragged_dot ragged_dot_general sort top_k cumsum cumprod cummax cummin "
-    "cumlogsumexp reduce_window reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add fft "
-    "cholesky lu qr geqrf householder_product triangular_solve eigh svd custom_call pallas_call optimization_barrier "
-    "dynamic_update_slice pure_callback io_callback declared_rule compress_gradient_in_blocks"
-)
-_CHEAP = _names(
-    "abs add add_any and broadcast_in_dim ceil clamp compress_gradient concatenate convert_element_type dynamic_slice "
-    "eq floor gather ge gt iota is_finite le lt max min mul ne neg not or pad rev round select_n sign slice split sub "
-    "widen_gradient xor shift_right_logical shift_left bitcast_convert_type integer_pow square"
-)
-
-
-_COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
-"""What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
-EXPONENTIALS, MANY_READERS = ("exp", "exp2"), 3
-"""What is kept where a machine keeps exponentials, and how many kernels read it at least."""
 _LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
 """Times as many bytes as keeping takes: an estimate. Of 1 to 4, a Llama has bytes within 1 %, a Wide-ResNet 5."""
 _ERROR_FUNCTIONS = ("erf", "erfc")
-
-
-def kind_of(eqn: jc.JaxprEqn) -> FusionKind:
-    """Return how XLA treats an equation."""
-    name = eqn.primitive.name
-    if name == "broadcast_in_dim" and not getattr(eqn.invars[0].aval, "shape", ()):
-        return "constant"
-    if name in _VIEWS:
-        return "view"
-    if name in _REDUCTIONS:
-        same = _extent(eqn.invars) == _extent(eqn.outvars) and name not in ARGUMENT_REDUCTIONS
-        return "view" if same else "reduction"
-    apart = name in _APART or name in NESTED or name.startswith("scatter") or jc.moves_memory(eqn)
-    return "apart" if apart else "fused"
-
-
-def kind_beside_products(eqn: jc.JaxprEqn) -> FusionKind:
-    """Return the same where kernels of products compute what they read: rows are picked from what is in memory."""
-    if eqn.primitive.name == "gather":
-        return "apart"
-    return "fused" if jp.adds_one_of_each_row(eqn) else kind_of(eqn)
 
 
 class FusionRules(NamedTuple):
@@ -133,11 +93,6 @@ class FusionRules(NamedTuple):
     def of(machine: Machine) -> FusionRules:
         """Return those of the compiler for a machine."""
         return FusionRules(**{name: getattr(machine, name) for name in FusionRules._fields})
-
-
-def is_expensive(eqn: jc.JaxprEqn) -> bool:
-    """Return whether XLA rather keeps the equation's result than computes it twice."""
-    return eqn.primitive.name not in _CHEAP
 
 
 class Traffic(NamedTuple):
@@ -334,7 +289,7 @@ class _Fusion:
             return False
         eqn = self.jaxpr.eqns[number]
         takes = self.kinds[number] == "fused" if self.rules.fuses_products else eqn.primitive.name in _SUMS
-        return takes and _extent(eqn.outvars) == _extent(self.jaxpr.eqns[product].outvars)
+        return takes and extent(eqn.outvars) == extent(self.jaxpr.eqns[product].outvars)
 
     def _is_product(self, number: int) -> bool:
         """Return true for a product whose kernel does more than the product."""
@@ -343,18 +298,18 @@ class _Fusion:
 
     def _kernel_with(self, number: int) -> _Kernel:
         """Return the kernel of a reduction: of the product whose result it reduces, or one of its own."""
-        extent, behind = _extent(self.jaxpr.eqns[number].invars), self.behind[number]
+        elements, behind = extent(self.jaxpr.eqns[number].invars), self.behind[number]
         if self.rules.fuses_products and len(behind) == 1:
             (product,) = behind
-            if self._is_product(product) and _extent(self.jaxpr.eqns[product].outvars) == extent:
+            if self._is_product(product) and extent(self.jaxpr.eqns[product].outvars) == elements:
                 return self._kernel_of(product)
-        return (self.levels[number], extent)
+        return (self.levels[number], elements)
 
     def _holds(self, number: int, eqn: jc.JaxprEqn) -> bool:
         """Return true for a reduction that each kernel computes which reads the rows that it reduces."""
         if not (self.rules.holds_rows and self.layouts.rows[number]):
             return False
-        return _extent(eqn.invars[:1]) <= _LONGEST_ROW * _extent(eqn.outvars)
+        return extent(eqn.invars[:1]) <= _LONGEST_ROW * extent(eqn.outvars)
 
     def _kernel_of(self, product: int) -> _Kernel:
         """Return the kernel of what is done behind a product."""
@@ -400,7 +355,7 @@ class _Fusion:
         eqn, kind = self.jaxpr.eqns[number], self.kinds[number]
         if kind == "view":
             return
-        own: _Kernel = (self.levels[number], _extent(eqn.outvars))
+        own: _Kernel = (self.levels[number], extent(eqn.outvars))
         readers = [reader for v in eqn.outvars for reader in self.readers[v]]
         if kind == "apart" or number in self.ends:
             own = self._kernel_of(self.ends[number]) if number in self.ends else ("apart", number)
@@ -470,7 +425,7 @@ class _Fusion:
     def _is_kept(self, eqn: jc.JaxprEqn, num_readers: int) -> bool:
         """Return true if a result is rather kept than computed again in each of the kernels that read it."""
         name, rules = eqn.primitive.name, self.rules
-        if rules.holds_rows and name in _COMPUTED_AGAIN:
+        if rules.holds_rows and name in COMPUTED_AGAIN:
             return rules.keeps_exponentials and name in EXPONENTIALS and num_readers >= MANY_READERS
         return name in DRAWS if rules.fuses_products else is_expensive(eqn)
 
@@ -618,7 +573,7 @@ class _Fusion:
             seen: set[Any] = set()
             for number in updating if again >= 0 else ():
                 for place, v in enumerate(self._operands(number)):
-                    copied = v in inputs and _extent([v]) == _extent([gradient])
+                    copied = v in inputs and extent([v]) == extent([gradient])
                     if v not in seen and (v is gradient or copied):
                         seen.add(v)
                         reads[number][place] += again + 2 * copied
@@ -693,8 +648,3 @@ class _Fusion:
 
 def _bytes(atoms: Any) -> list[int]:
     return [aval_bytes(atom.aval) for atom in atoms]
-
-
-def _extent(atoms: Any) -> int:
-    """The most elements of an array."""
-    return max((math.prod(getattr(atom.aval, "shape", ())) for atom in atoms), default=0)

@@ -20,15 +20,8 @@ from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import (
-    EXPONENTIALS,
-    FusionRules,
-    alone,
-    fused_traffic,
-    is_expensive,
-    kind_beside_products,
-    kind_of,
-)
+from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import EXPONENTIALS, is_expensive, kind_beside_products, kind_of
 from autopar.compiler.jaxprs.primitives import (
     ATTENTION,
     COMPRESSED_SUM,

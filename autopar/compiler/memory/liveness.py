@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.fusion import MANY_READERS, FusionKind
+from autopar.compiler.jaxprs.fusion_kinds import MANY_READERS, FusionKind
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
 
 Key = Hashable
