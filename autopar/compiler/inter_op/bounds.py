@@ -31,7 +31,6 @@ _MAX_UNITS = 2048  # states of d; above, devices are counted in larger units
 _MAX_SUMS = 1 << 25  # sums in G, of 256 MiB; above, the same
 _PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)  # of all devices together, in sums of warm-ups
 _NEVER = 1 << 30  # stages or devices that no cluster has
-_ROUNDING = 1 + 1e-9  # of sums that are equal but for their order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +44,8 @@ class PrefixBounds:
     devices_before: IntArray
     before_s: StageArray  # [cut, submesh behind, units of each group, ..., stages behind]
     units: IntArray  # devices, by group
-    update_s: float  # at least so much
+    update_s: float  # of the first stage, at least so much
+    exposed_share: float  # of the sum before a cut: at least so much of it hides no update behind the cut
 
     @cached_property
     def furthest(self) -> IntArray:
@@ -116,7 +116,8 @@ def prefix_bounds(
         devices_before=devices_before,
         before_s=before_s,
         units=units,
-        update_s=_least_update(np.where(allowed, tables.update_s, np.inf).min(axis=(0, 3))),
+        update_s=float(np.where(allowed, tables.update_s, np.inf)[:, 0].min()),
+        exposed_share=_exposed_share(tables, allowed),
     )
 
 
@@ -193,11 +194,12 @@ def _least_behind(least_weights: IntArray) -> IntArray:
     return least
 
 
-def _least_update(update_s: StageArray) -> float:
-    """Every layer is in some stage: the largest over layers of the least over the ranges [start, stop) with it."""
-    covering = np.minimum.accumulate(update_s, axis=0)
-    covering = np.minimum.accumulate(covering[:, ::-1], axis=1)[:, ::-1]
-    return float(np.diagonal(covering, offset=1).max())
+def _exposed_share(tables: CostTables, allowed: NDArray[np.bool_]) -> float:
+    """Return the least share of warm-ups and transfers in which stages behind cannot have ended."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        hidden = np.where(tables.return_s > 0, tables.return_s / tables.warmup_s, 0.0)
+    most = float(hidden[allowed].max(initial=0.5 / tables.timing.virtual_stages))
+    return max(0.0, 1.0 - most)
 
 
 def _units(tables: CostTables, possible: NDArray[np.bool_], num_behind: int) -> IntArray:
@@ -261,10 +263,7 @@ def _relaxed(
 
 
 def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
-    """The (start, stop, submesh) that attain `before_s` of all layers, first to last.
-
-    Of equal ones those with the longest last stages, whose updates begin while others go on.
-    """
+    """The (start, stop, submesh) that attain `before_s` of all layers, first to last."""
     path: list[tuple[int, int, int]] = []
     sizes = tables.devices_by_group // bounds.units
     stop, behind, left = tables.num_layers, len(tables.devices), np.array(tables.available) // bounds.units
@@ -274,7 +273,7 @@ def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, in
         for m, size in enumerate(sizes):
             if (size <= left).all():
                 sums = bounds.before_s[:stop, m, *(left - size), earlier] + bounds.fastest_s[m, :stop, stop, here]
-                start = int(np.argmax(sums <= sums.min() * _ROUNDING))
+                start = int(sums.argmin())
                 best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
         _, start, m = best
         path.append((start, stop, m))

@@ -1,10 +1,10 @@
 """Put stages in front of stages, from the last layer to the first, and keep what may become the best partition.
 
 A label is a way to run the layers behind a cut. It remembers what matters for the layers before the cut: the first
-submesh, devices and stages used, the sum of warm-ups and transfers, and the largest steady_s and update_s. Of two
-labels of one cut and one first submesh, one that has no more of anything makes the other superfluous. A label is
-dropped, too, when even with the bound on what it lacks (`prefix_bounds`) it takes as long as a partition that is known
-already.
+submesh, devices and stages used, the sum of warm-ups and transfers, the largest steady_s, and what its stages take
+behind the last task of the first. Of two labels of one cut and one first submesh, one that has no more of anything
+makes the other superfluous. A label is dropped, too, when even with the bound on what it lacks (`prefix_bounds`) it
+takes as long as a partition that is known already.
 """
 
 import math
@@ -61,7 +61,7 @@ class _Labels:
     stages: IntArray
     sum_s: StageArray
     steady_s: StageArray
-    update_s: StageArray
+    end_s: StageArray
     parent: IntArray
     choice: IntArray
     bound_s: StageArray
@@ -105,7 +105,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
 def _root(tables: CostTables) -> _Labels:
     integers = {"cut": tables.num_layers, "submesh": len(tables.devices), "stages": 0}
     integers |= {"parent": -1, "choice": -1}
-    floats = dict.fromkeys(("sum_s", "steady_s", "update_s", "bound_s"), 0.0)
+    floats = dict.fromkeys(("sum_s", "steady_s", "end_s", "bound_s"), 0.0)
     return _Labels(
         devices=np.zeros((1, len(tables.available)), dtype=np.int64),
         **{name: np.array([value], dtype=np.int64) for name, value in integers.items()},
@@ -132,7 +132,8 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels | N
         return None
     units = (left[parents] - tables.devices_by_group[m]) // bounds.units
     before_s = bounds.before_s[start, m, *units.T, bounds.with_behind(labels.stages[parents] + 1)]
-    bound_s = _bound(task, sum_s[parents, m] + before_s, labels.steady_s[parents], labels.update_s[parents])
+    lacking_s = sum_s[parents, m] - labels.sum_s[parents] + before_s
+    bound_s = _bound(task, labels.sum_s[parents], lacking_s, labels.steady_s[parents], labels.end_s[parents])
     promising = bound_s < task.limit_s
     if not promising.any():
         return None
@@ -140,8 +141,13 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels | N
     return _with_choices(task, labels, start, parents, m, before_s, crossing_s[parents, m])
 
 
-def _bound(task: LabelTask, sum_s: StageArray, steady_s: StageArray, update_s: StageArray) -> StageArray:
-    return sum_s + np.maximum(steady_s, task.least_steady_s) + np.maximum(update_s, task.bounds.update_s)
+def _bound(
+    task: LabelTask, sum_s: StageArray, lacking_s: StageArray, steady_s: StageArray, end_s: StageArray
+) -> StageArray:
+    """The least seconds of a step, where stages that are lacking in front add so much to the sum."""
+    bounds = task.bounds
+    ends_s = np.maximum(lacking_s + bounds.update_s, bounds.exposed_share * lacking_s + end_s)
+    return sum_s + np.maximum(steady_s, task.least_steady_s) + ends_s
 
 
 def _with_choices(
@@ -159,10 +165,11 @@ def _with_choices(
     link_s = tables.transfer_s[cut, m, labels.submesh[parents]]
     stage_s = tables.timing.with_transfer_s(tables.steady_s[at], link_s[:, None])
     steady_s = np.maximum(labels.steady_s[parents, None], stage_s)
-    update_s = np.maximum(labels.update_s[parents, None], tables.update_s[at])
+    returned_s = tables.return_s[at] + tables.timing.return_s(0.0, link_s)[:, None]
+    end_s = np.maximum(labels.end_s[parents, None] - returned_s, tables.update_s[at])
     sum_s = (labels.sum_s[parents] + crossing_s)[:, None] + tables.warmup_s[at]
     # A complete partition is taken at its own steady_s, even where that is below what the interval is for.
-    bound_s = _bound(task, sum_s + before_s[:, None], steady_s, update_s) if start else sum_s + steady_s + update_s
+    bound_s = _bound(task, sum_s, before_s[:, None], steady_s, end_s) if start else sum_s + steady_s + end_s
     fits = (task.limits[at] >= labels.stages[parents, None]) & (steady_s <= task.bounds.cap_s)
     new, choice = np.nonzero(fits & (bound_s < task.limit_s))
     if not new.size:
@@ -174,7 +181,7 @@ def _with_choices(
         stages=labels.stages[parents[new]] + 1,
         sum_s=sum_s[new, choice],
         steady_s=steady_s[new, choice],
-        update_s=update_s[new, choice],
+        end_s=end_s[new, choice],
         parent=parents[new],
         choice=choice,
         bound_s=bound_s[new, choice],
@@ -188,7 +195,7 @@ def _undominated(labels: _Labels) -> _Labels:
     key = labels.submesh
     for devices in labels.devices.T:
         key = key * (devices.max(initial=0) + 1) + devices
-    order = np.lexsort((labels.update_s, labels.steady_s, labels.stages, labels.sum_s, key))
+    order = np.lexsort((labels.end_s, labels.steady_s, labels.stages, labels.sum_s, key))
     if len(order) > _AT_ONCE:
         order = _without_followers(labels, order, key[order])
     submeshes = labels.submesh[order]
@@ -198,7 +205,7 @@ def _undominated(labels: _Labels) -> _Labels:
 
 def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntArray:
     """Those, in this order, that no one of the same submesh and devices in front beats, where that is quick to see."""
-    stages, steady_s, update_s = (each[order] for each in (labels.stages, labels.steady_s, labels.update_s))
+    stages, steady_s, end_s = (each[order] for each in (labels.stages, labels.steady_s, labels.end_s))
     kept: list[IntArray] = []
     waiting = np.arange(len(order))
     while len(waiting):
@@ -209,7 +216,7 @@ def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntAr
         beaten = (
             (stages[leader] <= stages[waiting])
             & (steady_s[leader] <= steady_s[waiting])
-            & (update_s[leader] <= update_s[waiting])
+            & (end_s[leader] <= end_s[waiting])
         )
         waiting = waiting[~beaten]  # a leader beats itself
     return order[np.sort(np.concatenate(kept))]
@@ -221,7 +228,7 @@ def _pairwise(labels: _Labels, group: IntArray) -> IntArray:
         return group
     submesh = labels.submesh[group]
     beats = submesh[:, None] == submesh
-    for column in (*labels.devices.T, labels.stages, labels.sum_s, labels.steady_s, labels.update_s):
+    for column in (*labels.devices.T, labels.stages, labels.sum_s, labels.steady_s, labels.end_s):
         values = column[group]
         beats &= values[:, None] <= values
     # Only the first of equals may beat the others, and none itself.

@@ -1,6 +1,6 @@
 """Cut the layers into stages and give each stage a submesh, so that a step takes the least time: exactly.
 
-The time of a step (`stage_costs`) is a sum over stages plus the largest steady_s plus the largest update_s, subject
+The time of a step (`stage_costs`) is a sum over stages plus the largest steady_s plus what ends last, subject
 to the number of devices of each group and to the memory of each, which depends on the number of stages behind. The
 groups of a cluster may follow each other in any order along the stages. Partitions are sorted into intervals (a, b] of
 their largest steady_s, and for schedules whose memory depends on the number S of stages, into ranges of S. For an

@@ -9,7 +9,8 @@ is sharded: a dictionary is cost model enough. Several costs of one range and su
 more memory. With stages s = 0..S-1, the time x of the transfers over the cut behind a stage (both directions), M
 microbatches and V virtual stages per mesh:
 
-    T = sum_s (warmup_s + V x_s) + max_s steady_s + max_s update_s                        → step_time_s
+    T = sum_s (warmup_s + V x_s) + max_s steady_s + e_0                                   → step_time_s
+    e_s = max(update_s, e_(s+1) - b_s/V - x_s/2),   e_S = 0
 
     schedule      warmup             steady, with transfers
     gpipe         f+b                (M-1) max(f+b, x)
@@ -18,10 +19,12 @@ microbatches and V virtual stages per mesh:
     interleaved   (f+b)/V            max(M (f+b) - (f+b)/V, (M-1) V x)
     zero-bubble   max(f, w) + b-2w   (M-1) (f+b + x) + w + min(f, w)
 
-The first microbatch fills and drains the pipeline, the others follow at the pace of the slowest stage. For equal
-stages and x = 0 each T is the simulated time of the schedule (interleaved: if S divides M; zero-bubble: if S <= M).
-For unequal stages the simulated time of 1F1B is at most T, and GPipe's at most (M-1) (max f + max b - max (f+b)) more,
-as its two halves wait for different stages.
+The first microbatch fills and drains the pipeline, the others follow at the pace of the slowest stage. Behind the last
+task of stage s, the stages from s on take e_s: the next one ends its last task earlier, by a transfer and a backward
+task, but where weight gradients are tasks of their own, which fill the end (e_0 = max update). For equal stages and
+x = 0 each T is the simulated time of the schedule (interleaved: if S divides M; zero-bubble: if S <= M). For unequal
+stages the simulated time of 1F1B is at most T, and GPipe's at most (M-1) (max f + max b - max (f+b)) more, as its two
+halves wait for different stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,6 +132,12 @@ class Timing:
         """Return the seconds of a stage's update that belong to the step."""
         return cost.update_s if self.counts_updates else 0.0
 
+    def return_s(self, backward_s: Seconds, transfer_s: Seconds) -> Seconds:
+        """Return by how many seconds the last task of a stage ends behind that of the next one, at least."""
+        if self.schedule.splits_weight_gradients:
+            return 0.0 * (backward_s + transfer_s)
+        return backward_s / self.virtual_stages + transfer_s / 2
+
     def warmup_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that a stage adds to the way of the first microbatch there and back."""
         return self._forms.warmup_s(forward_s, backward_s, weight_s, virtual_stages=self.virtual_stages)
@@ -165,8 +174,10 @@ class Timing:
             float(self.with_transfer_s(self.steady_s(c.forward_s, c.backward_s, c.weight_s), x))
             for c, x in zip(costs, behind_s)
         ]
-        update_s = max(self.update_s(c) for c in costs)
-        return warmups_s + self.virtual_stages * sum(behind_s) + max(steadies_s) + update_s
+        end_s = 0.0
+        for cost, transfer_s in zip(reversed(costs), reversed(behind_s)):
+            end_s = max(self.update_s(cost), end_s - float(self.return_s(cost.backward_s, transfer_s)))
+        return warmups_s + self.virtual_stages * sum(behind_s) + max(steadies_s) + end_s
 
 
 StageArray = NDArray[np.float64]
@@ -267,6 +278,7 @@ class CostTables:
     devices: tuple[int, ...]  # of each submesh
     warmup_s: StageArray
     steady_s: StageArray
+    return_s: StageArray  # without the transfer
     update_s: StageArray
     base_bytes: StageArray
     activation_bytes: StageArray
@@ -353,6 +365,7 @@ def cost_tables(
         devices=tuple(submesh.num_devices for submesh in usable),
         warmup_s=warmup_s,
         steady_s=steady_s,
+        return_s=timing.return_s(np.where(np.isfinite(times[1]), times[1], 0.0), 0.0),
         update_s=update_s,
         base_bytes=state_bytes + temporary_bytes,
         activation_bytes=activation_bytes,

@@ -122,7 +122,10 @@ def time_of(problem: dict, costs, transfers) -> float:
         else:
             total += f + b + x
             slowest = max(slowest, (m - 1) * (f + b), (m - 1) * x)
-    return total + slowest + max(cost.update_s for cost in costs)
+    end = 0.0
+    for cost, x in zip(reversed(costs), [0.0, *reversed(transfers)]):
+        end = max(cost.update_s, end - (0.0 if split else cost.backward_s / v + x / 2))
+    return total + slowest + end
 
 
 def brute_force(problem: dict) -> float:
