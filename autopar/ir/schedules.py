@@ -168,7 +168,7 @@ class Interleaved(Schedule):
     """
 
     name: str = "interleaved"
-    virtual_stages: tuple[int, ...] = (2, 4)
+    virtual_stages: tuple[int, ...] = (2, 3, 4)
     hides_transfers: bool = True
 
     def stage_tasks(self, stage: int, num_stages: int, num_microbatches: int) -> Sequence[Task]:

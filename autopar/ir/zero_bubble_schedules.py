@@ -102,7 +102,7 @@ class InterleavedZeroBubble(ZeroBubble):
     """
 
     name: str = "interleaved-zero-bubble"
-    virtual_stages: tuple[int, ...] = (2, 4)
+    virtual_stages: tuple[int, ...] = (2, 3, 4)
     hides_transfers: bool = True
 
     def spread_tasks(self, stage_mesh: Sequence[int], num_microbatches: int) -> TaskOrder:

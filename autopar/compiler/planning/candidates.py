@@ -42,6 +42,8 @@ _WORTH_RECOMPUTING = 0.02
 """Of the step: if want of memory costs no more, no stages are looked at that are computed again."""
 _HIDDEN_ANYWAY = 0.1
 """Of a stage's time: links that take no more there and back need no forward task ahead."""
+_HARDLY_LINKS = 0.02
+"""Of the time of a step: if links take no more, stages in another order are limited by the best ones found."""
 _UNEQUAL_SHARE = 0.9
 """Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
 _FORMULA_SHARE = 0.95
@@ -117,8 +119,12 @@ class PipelineCandidate:
 
     @property
     def gain_from_splitting(self) -> float:
-        """The share of the step that splitting off weight gradients can gain."""
-        return _gain_from_splitting(self.stages) / self.step_time_s
+        """The share of the step that splitting off weight gradients can gain: two thirds of what fills the pipeline.
+
+        So it is where forward, input and weight gradients take equal times.
+        """
+        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.stages]
+        return 2 / 3 * (sum(warmups_s) - max(warmups_s)) / self.step_time_s
 
     def __str__(self) -> str:
         timing, stages = self.timing, self.stages
@@ -151,15 +157,6 @@ def worth_splitting(problem: StageProblem, num_microbatches: int) -> bool:
         return False
     options = {"batch_statistics": method.batch_statistics, "random": method.random}
     return not waits_for_statistics(trace, num_microbatches, **options)
-
-
-def _gain_from_splitting(stages: Sequence[Stage]) -> float:
-    """Return the seconds of a step that splitting off weight gradients can gain.
-
-    Where forward, input and weight gradients take equal times, that is two thirds of what fills the pipeline.
-    """
-    warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in stages]
-    return 2 / 3 * (sum(warmups_s) - max(warmups_s))
 
 
 def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> dict[int, float]:
@@ -288,26 +285,26 @@ def stage_candidates(
     most_gain = 2 / 3 * (num_stages[1] - 1) / (num_stages[1] - 1 + num_microbatches)
     ranges_of = partial(RangeCosts.of, problem, known, num_microbatches, bool(by_split[0]))
 
-    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool]) -> list[PipelineCandidate]:
+    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool], limit_s: float) -> list[PipelineCandidate]:
         ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
         found: list[PipelineCandidate] = []
         shortage: MemoryTooSmall | None = None
         for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, below_s))
+                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, limit_s))
             except MemoryTooSmall as error:
                 shortage = error
         if not found and shortage is not None:
             raise shortage
         return found
 
-    def best_with(remats: Sequence[bool]) -> list[PipelineCandidate]:
-        found = best_of(schedules, remats)
+    def best_with(remats: Sequence[bool], limit_s: float = below_s) -> list[PipelineCandidate]:
+        found = best_of(schedules, remats, limit_s)
         # Where none is found because they all take too long, those that split weight gradients off may still not.
         worth = any(_is_worth_splitting(each, below_s) for each in found) if found else most_gain > _WORTH_SPLITTING
         if splitting and worth:
             with suppress(MemoryTooSmall):
-                found += best_of(splitting, remats)
+                found += best_of(splitting, remats, _in_other_order_s(found, limit_s))
         return found
 
     remats = _remats(problem)
@@ -326,8 +323,8 @@ def stage_candidates(
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
     with suppress(MemoryTooSmall) if found else nullcontext():
-        found += best_with(remats)
-        found += best_with(remats[1:])  # which need the least memory
+        found += best_with(remats, _in_other_order_s(found, below_s))
+        found += best_with(remats[1:], _in_other_order_s(found, below_s))  # which need the least memory
     return found
 
 
@@ -455,6 +452,12 @@ def _near_s(found: Iterable[PipelineCandidate], below_s: float) -> float:
     return min([below_s, *(each.step_time_s / WHOLE_SHARE for each in found)])
 
 
+def _in_other_order_s(found: Sequence[PipelineCandidate], below_s: float) -> float:
+    """Return the seconds above which other orders are no better: formulas tell of these where links hardly matter."""
+    best = min(found, key=lambda each: each.step_time_s, default=None)
+    return _near_s([best], below_s) if best and best.share_without_links >= 1 - _HARDLY_LINKS else below_s
+
+
 def _sizes(
     problem: StageProblem, layers: Layers, timing: Timing, num_stages: tuple[int, int]
 ) -> Iterator[tuple[int | None, tuple[Submesh, ...], tuple[int, int]]]:
@@ -563,13 +566,9 @@ def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:
         return []
     if problem.num_stages is not None:
         return [problem.num_stages]
-    devices = problem.cluster.num_devices
-    return [n for n in range(few, most + 1) if devices % n == 0 and _is_submesh(problem, devices // n)]
-
-
-def _is_submesh(problem: StageProblem, num_devices: int) -> bool:
-    per_host = problem.cluster.devices_per_host
-    return num_devices % per_host == 0 or per_host % num_devices == 0
+    devices, per_host = problem.cluster.num_devices, problem.cluster.devices_per_host
+    sizes = {n: devices // n for n in range(few, most + 1) if devices % n == 0}
+    return [n for n, size in sizes.items() if size % per_host == 0 or per_host % size == 0]
 
 
 def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule]) -> Iterator[Timing]:

@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
+from autopar.compiler.inter_op.submeshes import Submesh
+from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
@@ -24,6 +26,9 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import schedule_tasks
 from autopar.ir.task_order import linear_order, new_task, task_needed
 from autopar.ir.tasks import Task
+
+_SHORTER = 1e-6
+"""Relative: visits that are no shorter than that are as short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +42,80 @@ class VirtualStage:
     """Seconds that a microbatch takes from here to the next stage; the way back takes as long."""
 
 
-def assign_layers(num_layers: Sequence[int], stage_mesh: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+def assign_layers(
+    num_layers: Sequence[int], stage_mesh: Sequence[int], before_s: Sequence[Sequence[float]]
+) -> list[tuple[int, tuple[int, int]]]:
     """Return the mesh and the layers of every virtual stage in order, for the number of layers of each mesh.
 
-    >>> assign_layers([3, 2], [0, 1, 0, 1])
-    [(0, (0, 2)), (1, (2, 3)), (0, (3, 4)), (1, (4, 5))]
+    All meshes take turns in a visit, and the slowest sets the pace. The visits of a mesh have even numbers of layers,
+    the last ones one more: the first fill the pipeline, and keep what they make for longest. Then the slowest meshes
+    of a visit have a layer in another one instead, as long as all visits together take less time. `before_s` has for
+    every mesh and every cut the seconds that the layers before it take there.
+
+    >>> assign_layers([3, 2], [0, 1, 0, 1], [[0, 1, 2, 3, 4, 5]] * 2)
+    [(0, (0, 1)), (1, (1, 2)), (0, (2, 4)), (1, (4, 5))]
     """
+    every = Counter(stage_mesh)
+    counts = [_even_parts(count, every[mesh]) for mesh, count in enumerate(num_layers)]
+    slowest = _slowest(counts, stage_mesh, before_s)
+    while True:
+        total_s = sum(seconds for seconds, _ in slowest)
+        moves = permutations(range(len(slowest)), 2)
+        tried = [_moved(counts, slowest[visit][1], visit, other) for visit, other in moves]
+        found = [(_slowest(each, stage_mesh, before_s), each) for each in tried if each is not None]
+        best, others = min(found, key=lambda each: sum(s for s, _ in each[0]), default=(slowest, counts))
+        if sum(seconds for seconds, _ in best) >= (1 - _SHORTER) * total_s:
+            return _assigned(counts, stage_mesh)
+        slowest, counts = best, others
+
+
+def _even_parts(number: int, parts: int) -> list[int]:
+    """Return a number as a sum of as even ones as can be, the last of them one more.
+
+    >>> _even_parts(5, 3)
+    [1, 2, 2]
+    """
+    each, rest = divmod(number, parts)
+    return [each + (part >= parts - rest) for part in range(parts)]
+
+
+def _assigned(counts: Sequence[Sequence[int]], stage_mesh: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """Return the mesh and the layers of every virtual stage, for the numbers of layers of each mesh by visit."""
     assigned: list[tuple[int, tuple[int, int]]] = []
-    every, before, start = Counter(stage_mesh), Counter[int](), 0
+    visits, start = Counter[int](), 0
     for mesh in stage_mesh:
-        each, rest = divmod(num_layers[mesh], every[mesh])
-        stop = start + each + (before[mesh] < rest)
+        stop = start + counts[mesh][visits[mesh]]
         assigned.append((mesh, (start, stop)))
-        before[mesh] += 1
+        visits[mesh] += 1
         start = stop
     return assigned
+
+
+def _slowest(
+    counts: Sequence[Sequence[int]], stage_mesh: Sequence[int], before_s: Sequence[Sequence[float]]
+) -> list[tuple[float, list[int]]]:
+    """Return for every visit the seconds of the slowest mesh, and all meshes that take about as long."""
+    visits = [list[tuple[float, int]]() for _ in counts[0]]
+    seen = Counter[int]()
+    for mesh, (start, stop) in _assigned(counts, stage_mesh):
+        visits[seen[mesh]].append((before_s[mesh][stop] - before_s[mesh][start], mesh))
+        seen[mesh] += 1
+    slowest_s = [max(visit)[0] for visit in visits]
+    return [
+        (most_s, [mesh for seconds, mesh in visit if seconds >= (1 - _SHORTER) * most_s])
+        for most_s, visit in zip(slowest_s, visits, strict=True)
+    ]
+
+
+def _moved(counts: Sequence[Sequence[int]], meshes: Sequence[int], visit: int, other: int) -> list[list[int]] | None:
+    """Return the numbers with a layer of some meshes in another visit; None where one has a single layer to give."""
+    if any(counts[mesh][visit] <= 1 for mesh in meshes):
+        return None
+    moved = [list(each) for each in counts]
+    for mesh in meshes:
+        moved[mesh][visit] -= 1
+        moved[mesh][other] += 1
+    return moved
 
 
 def make_virtual_stages(
@@ -59,7 +123,9 @@ def make_virtual_stages(
 ) -> tuple[VirtualStage, ...]:
     """Return the virtual stages of meshes of these devices, each with its share of the time by its layers' costs."""
     stage_mesh = timing.schedule.meshes_of_stages(len(stages), timing.virtual_stages)
-    assigned = assign_layers([stage.stop - stage.start for stage in stages], stage_mesh)
+    before_s = {kind: _seconds_before(ranges, stages[-1].stop, *kind) for kind in map(_kind_of, stages)}
+    counts = [stage.stop - stage.start for stage in stages]
+    assigned = assign_layers(counts, stage_mesh, [before_s[_kind_of(stage)] for stage in stages])
     times_s: list[float] = []
     for mesh, layers in assigned:
         cost = ranges.cost(*layers, stages[mesh].submesh, stages[mesh].cost.choice)
@@ -82,6 +148,16 @@ def make_virtual_stages(
         )
         for number, (mesh, (start, stop)) in enumerate(assigned)
     )
+
+
+def _kind_of(stage: Stage) -> tuple[Submesh, LayoutChoice]:
+    return stage.submesh, stage.cost.choice
+
+
+def _seconds_before(ranges: RangeCosts, num_layers: int, submesh: Submesh, choice: LayoutChoice) -> list[float]:
+    """Return for every cut the seconds that a microbatch takes in all layers before it, with one choice of layouts."""
+    costs = (ranges.cost(0, cut, submesh, choice) for cut in range(num_layers + 1))
+    return [cost.forward_s + cost.backward_s for cost in costs]
 
 
 def _same_domain(cluster: Cluster, here: Sequence[int], there: Sequence[int]) -> bool:

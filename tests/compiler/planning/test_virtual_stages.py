@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -190,8 +191,28 @@ def test_a_stage_that_would_wait_without_end_is_refused():
 )
 def test_every_layer_is_assigned_once_and_in_order(counts, name, virtual):
     stage_mesh = get_schedule(name).meshes_of_stages(len(counts), virtual)
-    assigned = assign_layers(counts, stage_mesh)
+    draw = random.Random(name)
+    before_s = [list(accumulate((draw.uniform(0.2, 2) for _ in range(sum(counts))), initial=0.0)) for _ in counts]
+    assigned = assign_layers(counts, stage_mesh, before_s)
     assert [mesh for mesh, _ in assigned] == stage_mesh
     assert [layer for _, layers in assigned for layer in range(*layers)] == list(range(sum(counts)))
     for mesh, count in enumerate(counts):
         assert sum(stop - start for owner, (start, stop) in assigned if owner == mesh) == count
+
+
+@pytest.mark.parametrize(("virtual", "parts"), [(3, [1, 1, 2]), (2, [1, 3])])
+def test_a_small_last_layer_joins_the_last_visit(virtual, parts):
+    """Twelve layers and a head on four meshes: only the last mesh has four, and no visit to it is slow but for that."""
+    counts, stage_mesh = [3, 3, 3, 4], list(range(4)) * virtual
+    before_s = [list(accumulate([*[1.0] * 12, 0.2], initial=0.0))] * 4
+    assigned = assign_layers(counts, stage_mesh, before_s)
+    assert [stop - start for mesh, (start, stop) in assigned if mesh == 3] == parts
+    visits = [assigned[first : first + 4] for first in range(0, len(assigned), 4)]
+    slowest_s = [max(before_s[mesh][stop] - before_s[mesh][start] for mesh, (start, stop) in each) for each in visits]
+    assert sum(slowest_s) == pytest.approx(3.2)
+
+
+def test_the_first_visits_are_the_short_ones():
+    """They fill the pipeline, and what they make is kept for longest."""
+    assigned = assign_layers([3] * 4, [0, 1, 2, 3] * 2, [list(range(13))] * 4)
+    assert [stop - start for _, (start, stop) in assigned] == [1] * 4 + [2] * 4
