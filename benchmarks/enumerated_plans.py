@@ -38,7 +38,8 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_su
 from autopar.compiler.planning.candidates import PipelineCandidate
 from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.sharded_plan import shard_candidate
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.virtual_stages import make_virtual_stages
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine

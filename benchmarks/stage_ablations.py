@@ -22,7 +22,7 @@ from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
 from autopar.compiler.planning.search import Simulated, search_plan
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
 from autopar.methods import Auto

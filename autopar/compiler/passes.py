@@ -39,7 +39,7 @@ from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.search import Simulated
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster

@@ -28,20 +28,24 @@ from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.layer_costs import SAVED_FOR_NOTHING
 from autopar.compiler.planning.other_rows import OtherRows
 from autopar.compiler.planning.scope_demands import is_of_kind
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
-from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stage_problem import StageProblem
+from autopar.compiler.planning.virtual_stages import (
+    VirtualStage,
+    make_virtual_stages,
+    schedule_for_slow_links,
+    simulate_schedule_s,
+)
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
 from autopar.ir.schedule import Schedule
-from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, WarmedUp, get_schedule, warmed_up
+from autopar.ir.schedules import SCHEDULES, WarmedUp, warmed_up
 from autopar.plain_text import microbatches_in_words
 
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 _WORTH_RECOMPUTING = 0.02
 """Of the step: if want of memory costs no more, no stages are looked at that are computed again."""
-_HIDDEN_ANYWAY = 0.1
-"""Of a stage's time: links that take no more there and back need no forward task ahead."""
 _HARDLY_LINKS = 0.02
 """Of the time of a step: if links take no more, stages in another order are limited by the best ones found."""
 _UNEQUAL_SHARE = 0.9
@@ -377,24 +381,6 @@ def _is_worth_splitting(candidate: PipelineCandidate, below_s: float) -> bool:
     return gain > _WORTH_SPLITTING and _FORMULA_SHARE * (1 - gain) * candidate.step_time_s < below_s
 
 
-def _for_slow_links(
-    problem: StageProblem, timing: Timing, stages: Sequence[Stage], virtual_stages: Sequence[VirtualStage]
-) -> Timing:
-    """Return the schedule with as many forward tasks ahead as the links behind each stage need and its memory allows.
-
-    The search takes all links to be hidden by it, and no more to be in flight than by 1F1B.
-    """
-    period_s = max(stage.cost.forward_s + stage.cost.backward_s for stage in stages)
-    needed = [max(0, math.ceil(2 * each.link_s / period_s - _HIDDEN_ANYWAY)) for each in virtual_stages]
-    extra: list[int] = []
-    for number, stage in enumerate(stages):
-        behind, free = len(stages) - 1 - number, problem.expected_bytes[stage.submesh.group] - stage.cost.peak_bytes(0)
-        activation = stage.cost.activation_bytes
-        most = math.inf if activation <= 0 else free // activation - (behind + 1)
-        extra.append(max(0, int(min(sum(needed[number:]), most, timing.num_microbatches))))
-    return replace(timing, schedule=warmed_up(extra) if any(extra) else get_schedule(DEFAULT_SCHEDULE))
-
-
 def _remats(problem: StageProblem) -> tuple[bool, ...]:
     return (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
 
@@ -436,7 +422,9 @@ def _candidates(
                 slow = isinstance(timing.schedule, WarmedUp) and not timing.schedule.extra
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,
-                    timing=_for_slow_links(problem, timing, stages, virtual_stages) if slow else timing,
+                    timing=schedule_for_slow_links(timing, stages, virtual_stages, problem.expected_bytes)
+                    if slow
+                    else timing,
                     bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
                     stages=stages,
                     virtual_stages=virtual_stages,
@@ -533,10 +521,12 @@ def solved_searches(
 def _solve_for(ranges: RangeCosts, best: Partition) -> bool:
     """Have layers solved for as the stages need them; return whether some were not yet.
 
-    First where nothing but their work tells how long they take: then others may be better.
+    On one submesh at a time, as then others may be better: first where nothing but work tells how long they take, and
+    on most devices, which tells of fewer.
     """
     unsolved = {stage.submesh for stage in best.stages if not _is_estimated(ranges, stage)}
     unsolved = {submesh for submesh in unsolved if not ranges.is_told(submesh)} or unsolved
+    unsolved = sorted(unsolved, key=lambda each: (-each.num_devices, each.group))[:1]
     short = {(stage.submesh, stage.cost.choice) for stage in best.stages if not _is_solved(stage)}
     ranges.solve(unsolved)
     ranges.solve_for_memory(short)
@@ -557,7 +547,7 @@ def _is_estimated(ranges: RangeCosts, stage: Stage) -> bool:
     again, submesh = ranges.again, stage.submesh
     mine = again if again is not None and stage.cost.choice.remat != ranges.remat else ranges
     known = mine.solved if mine.whole is None else mine.solved | mine.whole.solved
-    return submesh in known or (submesh.num_devices == 1 and ranges.problem.is_roomy)
+    return submesh in known or ranges.has_one_choice(submesh)
 
 
 def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, place_in_groups
 from autopar.compiler.planning.scope_demands import is_of_kind
-from autopar.compiler.planning.stage_costs import RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import RangeCosts
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
 

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.compiler.frontend.scopes import has_scopes
 from autopar.compiler.planning.layer_classes import count_step_layers
 from autopar.compiler.planning.megatron import plan_megatron
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import Plan
 from autopar.ir.schedules import SCHEDULES

@@ -27,8 +27,9 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.candidates import solved_searches
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayoutChoice
-from autopar.compiler.planning.stage_costs import RangeCosts, StageProblem, submesh_mesh
+from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.compiler.planning.stage_layouts import StageLayouts, received_seconds, stage_shardings, with_input_specs
+from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule

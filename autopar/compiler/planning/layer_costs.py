@@ -20,6 +20,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +40,7 @@ from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.planning.mesh_sharding import DeviceTask, device_tasks
 from autopar.compiler.planning.scope_demands import layouts_in_parts
-from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
+from autopar.compiler.planning.step_bounds import Work, seconds_on_one_device, total_work, work_of_program
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.block_times import block_times
@@ -104,6 +105,10 @@ class LayerCosts:
     """By class and machine, the work of its phases, and the part of it that begins anew for each microbatch."""
     task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
     """The same of tasks by all that it depends on: that of those that others have as well is found once."""
+    alone: dict[tuple[int, Machine], StageCost] = field(default_factory=dict[tuple[int, Machine], StageCost])
+    """By class and machine, what is needed on one device."""
+    adds: dict[tuple[int, Machine], Work] = field(default_factory=dict[tuple[int, Machine], Work])
+    """By class and machine, the work of adding to totals, which layers of one microbatch do not."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
@@ -178,6 +183,28 @@ class LayerCosts:
             activation_bytes=least_bytes(layer.kept),
         )
 
+    def on_one_device(self, number: int, machine: Machine) -> StageCost:
+        """Return what a layer needs on one device, which leaves nothing to choose, but for what its tasks make."""
+        key = (number, machine)
+        if key not in self.alone:
+            each = [
+                (task, seconds_on_one_device(jc.open_jaxpr(task.jaxpr)[0], machine))
+                for task in self.classes[number].tasks
+            ]
+            forward_s, backward_s, update_s = (
+                sum(seconds for task, seconds in each if task.phase == phase)
+                for phase in ("forward", "backward", "update")
+            )
+            weight_s = sum(seconds for task, seconds in each if task.name.startswith("weight_gradient"))
+            self.alone[key] = replace(
+                self.least(number, machine, 1),
+                forward_s=forward_s,
+                backward_s=backward_s,
+                weight_s=weight_s,
+                update_s=update_s,
+            )
+        return self.alone[key]
+
     def _works(self, layer: LayerClass, machine: Machine) -> dict[str, tuple[Work, Work]]:
         """Return the work of a layer by phase, and the part of it that begins anew for each microbatch."""
         each = [(task, *self._work_of(task, machine)) for task in layer.tasks]
@@ -189,6 +216,23 @@ class LayerCosts:
         phases = ("forward", "backward", "update")
         works = {phase: of(found for found in each if found[0].phase == phase) for phase in phases}
         return works | {"weight": of(found for found in each if found[0].name.startswith("weight_gradient"))}
+
+    def adding(self, number: int, machine: Machine, num_devices: int) -> float:
+        """Return the seconds in which a layer of one microbatch would add to totals, as those of several do."""
+        key = (number, machine)
+        if key not in self.adds:
+            read = {name for task in self.classes[number].tasks if task.phase == "update" for name in task.inputs}
+            both = [
+                (work_of_program(program, machine, (), ())[0], self._work_of(task, machine)[0])
+                for task in self.classes[number].tasks
+                if task.phase == "backward"
+                for program in [jc.open_jaxpr(with_totals(task.jaxpr, [name in read for name in task.outputs]))[0]]
+            ]
+            self.adds[key] = Work(
+                fixed_s=sum(adding.fixed_s - alone.fixed_s for adding, alone in both),
+                divisible_s=sum(adding.divisible_s - alone.divisible_s for adding, alone in both),
+            )
+        return self.adds[key].on(num_devices)
 
     def _work_of(self, task: GroupTask, machine: Machine) -> tuple[Work, Work]:
         key = task.key, machine, task.parameters, task.donated
@@ -234,6 +278,20 @@ class LayerCosts:
             for name in layer.batch_axes
             if name in types and _type(types[name]) in border
         }
+
+
+def with_totals(program: jc.ClosedJaxpr, added: Sequence[bool]) -> jc.ClosedJaxpr:
+    """Return a program with further inputs, to each of which it adds one of its results: those that are `added`."""
+    body, sums = jc.open_jaxpr(program)[0], list[jc.JaxprEqn]()
+    results, totals = list(body.outvars), list[jc.Var]()
+    for place, (v, is_added) in enumerate(zip(body.outvars, added, strict=True)):
+        if is_added and isinstance(v, jc.Var):
+            (add,) = jc.open_jaxpr(jc.trace(operator.add, [v.aval, v.aval]))[0].eqns
+            total, result = jc.value_like(v), jc.value_like(v)
+            sums.append(add.replace(invars=[total, v], outvars=[result]))
+            totals.append(total)
+            results[place] = result
+    return jc.part_of(program, [*body.eqns, *sums], [*body.invars, *totals], results)
 
 
 def layer_constraints(

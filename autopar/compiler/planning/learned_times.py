@@ -52,6 +52,8 @@ class _Expected(NamedTuple):
 class LearnedTimes:
     """What a search has learned of the times of stages; only its own methods change it."""
 
+    is_roomy: bool = False
+    """A device has room for all of the step, so that nothing takes longer for want of memory."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
@@ -89,9 +91,11 @@ class LearnedTimes:
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes."""
-        share = seconds / candidate.step_time_s
+        share, several = seconds / candidate.step_time_s, any(s.submesh.num_devices > 1 for s in candidate.stages)
         if share <= _NO_GAIN:
             self.steps.append(share)
+        elif self.is_roomy and several:
+            self.steps.append(1.0)
         if len(candidate.stages) == 1:
             self._learn_on((candidate.stages[0].submesh, candidate.layers.num_microbatches > 1), share)
 
@@ -183,14 +187,16 @@ class LearnedTimes:
     def teaches(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> bool:
         """Return whether stages may gain by borders, as those of a candidate tell: those that are `known`, or others.
 
-        They tell nothing where all that were seen on their devices take what their layers do.
+        They tell nothing where all that were seen on their devices, these among them, take what their layers do.
         """
-        count = candidate.layers.num_microbatches
-        gains = [
-            _seconds(whole, count) < _SLACK * _seconds(candidate.stages[number].cost, count)
-            for number, whole in known.items()
-        ]
-        return any(gains) or any(self.on.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in candidate.stages)
+        count, stages, seen = candidate.layers.num_microbatches, candidate.stages, dict(self.on)
+        for number, whole in known.items():
+            by_layers_s, whole_s = _seconds(stages[number].cost, count), _seconds(whole, count)
+            if whole_s < _SLACK * by_layers_s:
+                return True
+            if stages[number].stop - stages[number].start > 1:
+                seen.setdefault((stages[number].submesh, count > 1), 1.0)
+        return any(seen.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in stages)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return seconds that `least_s` is no less than, from the last simulation of the candidate."""
@@ -246,3 +252,8 @@ def _alike(candidate: PipelineCandidate) -> object:
 
 def _seconds(cost: StageCost, num_microbatches: int) -> float:
     return num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s
+
+
+def memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
+    """Return what tells by how much stages need more memory as a whole than by their layers."""
+    return len(candidate.stages), any(stage.cost.choice.remat for stage in candidate.stages)

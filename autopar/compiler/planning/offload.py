@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopar.compiler.memory.estimate import HEADROOM
 from autopar.compiler.planning.degree_plans import plans_by_degrees
 from autopar.compiler.planning.search import Simulated, search_plan
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.errors import AutoparError, MemoryTooSmall
 from autopar.ir.plan import Plan
 from autopar.methods import offloaded

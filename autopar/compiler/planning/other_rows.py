@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,17 +26,24 @@ class OtherRows:
         self.tables: dict[Submesh, RangeTable] = {}
 
     def table(self, submesh: Submesh, asked: np.ndarray) -> RangeTable:
-        """Return the costs of the ranges [start, stop) that are asked for.
-
-        Half of a backward pass is taken to be the weight gradient, which is as much as schedules can make use of.
-        """
+        """Return the costs of the ranges [start, stop) that are asked for, with the share of the weight gradient."""
         if submesh not in self.tables:
             ranges = self._telling(submesh)
             table = ranges.with_rows(submesh, ranges.layers.num_microbatches / self.layers.num_microbatches)
-            table.values[2] = table.values[1] / 2
+            backward_s, there = table.values[1], np.isfinite(table.values[1])
+            table.values[2] = np.where(there, np.where(there, backward_s, 0.0) * self.weight_shares[..., None], np.inf)
             self.tables[submesh] = table
         table = self.tables[submesh]
         return replace(table, values=np.where(asked[..., None], table.values, np.inf))
+
+    @cached_property
+    def weight_shares(self) -> np.ndarray:
+        """[start, stop]: the share of a backward pass that the weight gradient takes where layers are solved for.
+
+        No more than half, which is as much as schedules can make use of, and is taken where nothing is known.
+        """
+        each = [ranges.weight_shares(submesh) for ranges in self.each for submesh in ranges.solved]
+        return np.minimum(0.5, np.max(each, axis=0)) if each else np.array(0.5)
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
         """Return the seconds of activations and cotangents over a cut."""

@@ -39,13 +39,14 @@ from autopar.compiler.planning.candidates import (
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
-from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes
+from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes, memory_kind
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
+from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_layouts import StageLayouts, StagesTooSlow
+from autopar.compiler.planning.stage_problem import StageProblem, TimeIsUp
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
@@ -74,6 +75,8 @@ _MUCH_LESS = 0.9
 """Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
+_USUAL_SHARE = 0.97
+"""Of the time of stages by their layers, what they usually take at least as a whole."""
 _RISES = 1.002
 """Times the least time of stages for any number of microbatches: where those of another take more, numbers that lie
 beyond it, seen from the best, rarely take less."""
@@ -185,7 +188,8 @@ class _Search:
         deadline_s = time.process_time() + _CLOCK * method.time_limit_s
         refuse_too_large_a_state(problem.trace, method.memory, problem.hardware, offloaded=offloaded(method))
         space = Space.of(problem)
-        return cls(space=space, simulated=simulated, deadline_s=deadline_s, open=list(space.regions))
+        learned, regions = LearnedTimes(is_roomy=space.cuttable.is_roomy), list(space.regions)
+        return cls(space=space, simulated=simulated, deadline_s=deadline_s, open=regions, learned=learned)
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
@@ -196,7 +200,7 @@ class _Search:
             region = self.next_region()
             if region is None:
                 break
-            if isinstance(region, Stages) and self.is_put_off(region):
+            if isinstance(region, Stages) and not region.searched and self.is_put_off(region):
                 continue
             if not self.space.is_there(region):
                 self.open = [each for each in self.open if self.space.is_there(each)]
@@ -284,7 +288,8 @@ class _Search:
                 if first and math.isfinite(likely_s):
                     return -1.0 if mixed else -3.0, likely_s
                 usual_s = max(likely_s, self.learned.usual_s(region.candidate))
-                return (0.0 if usual_s < _MUCH_LESS * self.best_s and not mixed else usual_s), 0.0, usual_s
+                much_less_s = (_MUCH_LESS if self.learned.of_stages else 1.0) * self.best_s
+                return (0.0 if usual_s < much_less_s and not mixed else usual_s), 0.0, usual_s
             case OneProgram():
                 usual_s = max((seconds for _, seconds in self.by_layers_s(region)), default=0.0)
                 return (0.0 if first else max(likely_s, usual_s)), -1.0
@@ -292,6 +297,8 @@ class _Search:
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
                 return likely_s, self.space.unusual(count)
+            case Stages() if region.searched and not self.learned.of_stages:
+                return (math.inf,)  # what is found is completed before
             case Stages() if first and self.space.is_large and not mixed:
                 return -2.0, *self.space.rank(region)
             case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if self.space.is_large and mixed:
@@ -375,8 +382,8 @@ class _Search:
         if self.best is None or known is None or region.shape is None or region.num_microbatches not in known.solved:
             return []
         layers = known.solved_layers(region.num_microbatches)
-        each = (submesh for submesh in layers.solved if (submesh.num_devices, submesh.group) == devices)
-        return [(submesh, layers.whole_s(submesh)) for submesh in each]
+        there = [submesh for submesh in known.problem.submeshes() if (submesh.num_devices, submesh.group) == devices]
+        return [(each, layers.whole_s(each)) for each in there if each in layers.solved or layers.has_one_choice(each)]
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region; return false where it does not fit into memory."""
@@ -464,18 +471,28 @@ class _Search:
         return True
 
     def search_stages(self, region: Stages) -> None:
-        """Find the best stages of every schedule."""
+        """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         share = min(region.share, self.memory_share_of(region.num_stages))
         problem = replace(self.within_time(known.problem), share=share)
         known = replace(known, problem=problem)
-        below_s = self.best_s / self.learned.least_share
+        is_told = self.best is None or bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
+        first = not is_told and problem.method.effort != "thorough"
+        least_share = _USUAL_SHARE if first else self.learned.least_share
         self.tried.add(count)
+        if region.searched and least_share >= region.searched[0]:
+            self.closed_s = min(self.closed_s, max(region.bound_s, region.searched[1]))
+            return
+        below_s = self.best_s / least_share
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
-        lower_s = [(1 - known.gap) * each.bound_s for each in found] if share == region.share else [0.0]
-        self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
+        lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)]) if share == region.share else 0.0
         found.sort(key=lambda each: each.step_time_s)
-        self.learn_numbers(region, found, below_s)
+        if first:
+            self.open.append(replace(region, searched=(least_share, lower_s), by_others_s=0.0))
+        else:
+            self.closed_s = min(self.closed_s, max(region.bound_s, lower_s))
+        if found or not first:
+            self.learn_numbers(region, found, below_s)
         for each in found:
             self.note(str(each), each.step_time_s)
             key = count, share, each.stages_key  # of several schedules the fastest is completed
@@ -546,19 +563,12 @@ class _Search:
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
         candidate, problem = region.candidate, self.space.known_of(region.region.num_stages).problem
-        problem, stages = self.within_time(problem), candidate.stages
+        problem, stages, on = self.within_time(problem), candidate.stages, candidate.stages[0].submesh
         alone = len(stages) == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:
             # The layouts of one program on one mesh are searched in one piece.
-            seconds = self.solve_program(
-                OneProgram(
-                    num_devices=stages[0].submesh.num_devices,
-                    group=stages[0].submesh.group,
-                    shape=None,
-                    num_microbatches=candidate.layers.num_microbatches,
-                    bound_s=region.region.bound_s,
-                )
-            )
+            program = self.space.program(on.num_devices, None, candidate.layers.num_microbatches, group=on.group)
+            seconds = self.solve_program(replace(program, bound_s=region.region.bound_s))
             self.learned.learn_step(candidate, seconds)
             return
         try:
@@ -631,14 +641,14 @@ class _Search:
 
     def needs_too_much(self, candidate: PipelineCandidate) -> bool:
         """Return whether a candidate is likely to need more memory as a whole than there is."""
-        return candidate.peak_share(self.space.cuttable) > self.memory_shares.get(_memory_kind(candidate), 1.0)
+        return candidate.peak_share(self.space.cuttable) > self.memory_shares.get(memory_kind(candidate), 1.0)
 
     def learn_memory(self, done: Completion, sharded: ShardedPlan) -> None:
         """Keep how much less such stages need by their layers than as a whole, once some did not fit.
 
         Those of other regions that are likely to need too much are searched for again, with as much less room.
         """
-        kind, whole = _memory_kind(done.candidate), sharded.peak_bytes / sharded.memory_bytes
+        kind, whole = memory_kind(done.candidate), sharded.peak_bytes / sharded.memory_bytes
         if whole <= 1 and kind not in self.memory_shares:
             return
         share = min(1.0, done.candidate.peak_share(self.space.cuttable) / whole)
@@ -647,7 +657,7 @@ class _Search:
         for region in {id(each.region): each.region for each in too_large}.values():
             if region.attempt == 0 and region is not done.region:
                 mine = [each for each in too_large if each.region is region]
-                share = max(self.memory_shares[_memory_kind(each.candidate)] for each in mine)
+                share = max(self.memory_shares[memory_kind(each.candidate)] for each in mine)
                 likely_s = max(region.likely_s, _LESS_MEMORY_SHARE * min(each.candidate.step_time_s for each in mine))
                 self.open = [each for each in self.open if each not in mine]
                 self.open.append(replace(region, share=share, attempt=1, likely_s=likely_s))
@@ -680,21 +690,5 @@ class _Search:
         def least() -> MemoryTooSmall:
             return min(shortages, key=lambda each: math.inf if math.isnan(each.least_share) else each.least_share)
 
-        return MemoryTooSmall(
-            lambda: least().shortage + self.memory_of_groups(), least_share=lambda: least().least_share
-        )
-
-    def memory_of_groups(self) -> str:
-        """Return what the devices of every group may use, in words; nothing where they are all of one kind."""
-        hardware = self.space.problem.hardware
-        if not hardware.is_mixed:
-            return ""
-        limits = (memory_limit(self.space.problem.method.memory, group.machine) / 2**30 for group in hardware.groups)
-        groups = zip(hardware.groups, limits, strict=True)
-        each = ", ".join(f"{n} has {group} with {limit:.3g} GiB each" for n, (group, limit) in enumerate(groups))
-        return f" Of the groups {each}; submeshes without a group lie in 0."
-
-
-def _memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
-    """Return what tells by how much stages need more memory as a whole than by their layers."""
-    return len(candidate.stages), any(stage.cost.choice.remat for stage in candidate.stages)
+        groups = self.space.problem.memory_of_groups
+        return MemoryTooSmall(lambda: least().shortage + groups(), least_share=lambda: least().least_share)

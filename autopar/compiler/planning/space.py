@@ -19,7 +19,8 @@ from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.candidates import PipelineCandidate, equal_counts, microbatch_counts, worth_splitting
 from autopar.compiler.planning.one_mesh import mesh_choices
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
 from autopar.errors import NotSplittable, Unsupported
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
@@ -77,6 +78,9 @@ class Stages:
     share: float = 1.0
     """Of the memory: as much as the sum over a stage's layers may reach."""
     attempt: int = 0
+    searched: tuple[float, float] | None = None
+    """Once what may be better by its layers was searched: the share of them that it was taken to need at least, and
+    seconds that no other stages undercut up to that share."""
 
     def __str__(self) -> str:
         few, most = self.num_stages
@@ -180,7 +184,9 @@ class Space:
             for mesh in mesh_choices(method, group.num_devices):
                 yield self.program(group.num_devices, mesh.shape, method.num_microbatches or 1, group=number)
 
-    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int, *, group: int = 0) -> OneProgram:
+    def program(
+        self, num_devices: int, shape: tuple[int, ...] | None, num_microbatches: int, *, group: int = 0
+    ) -> OneProgram:
         """Return a region of one program with its bound."""
         bound_s = 0.0 if self.bounds is None else self.bounds.one_program_s(num_devices, num_microbatches)
         return OneProgram(

@@ -9,26 +9,19 @@ Both compute an answer when it is first asked for.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
-from autopar.compiler.frontend.scopes import ModelScope, meshes_of
-from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
-from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
-from autopar.compiler.intra_op.plan_program import all_bytes
+from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
 from autopar.compiler.planning.layer_classes import (
-    LayerCutter,
     Layers,
     count_step_layers,
     find_layers,
@@ -36,175 +29,20 @@ from autopar.compiler.planning.layer_classes import (
     with_exact,
 )
 from autopar.compiler.planning.layer_costs import (
+    ESTIMATE_GAP,
     MEMORY_MULTIPLIERS,
     SAVED_FOR_NOTHING,
     LayerCosts,
-    LayerOptimum,
     LayoutChoice,
 )
 from autopar.compiler.planning.layers_between import layers_between
-from autopar.compiler.planning.one_mesh import memory_limit
-from autopar.compiler.planning.step_bounds import Work
-from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.hardware.cluster import Cluster
+from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
 from autopar.hardware.machine import Machine
-from autopar.ir.schedule import Schedule
-from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
-from autopar.methods import Auto, offloaded
+from autopar.methods import offloaded
 from autopar.progress import tell
 
-_STAGE_AXES = ("data", "model")
 _LITTLE_TIME = 0.01
 """Of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
-
-
-class TimeIsUp(Exception):
-    """The time for a search has passed before a part of its space was looked at to its end."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StageProblem:
-    """A search over stages: all that is the same for every number of microbatches."""
-
-    trace: Trace
-    method: Auto
-    hardware: Cluster
-    cache_directory: Path | None
-    checked: bool = False
-    """The plan will be compiled to see what it needs, and so may use all of its memory budget."""
-    share: float = 1.0
-    """The part of a plan's memory limit that the sum over a stage's layers may reach."""
-    deadline_s: float = math.inf
-    """The seconds of `time.process_time()` until which it may be worked on."""
-    cut: LayerCutter | None = None
-    """The cuts between layers, if they are not to be those of the model."""
-    allows: Callable[[int, int, int], bool] | None = None
-    """Tells for layers [start, stop) of so many that they may be a stage; all may, if it is not given."""
-    named_stages: tuple[ModelScope, ...] = ()
-    """The stages that the model names, if it names several: a layer each, on as many devices as it says."""
-    known: dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]] = field(
-        default_factory=dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]]
-    )
-    """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search."""
-    layer_optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
-    """The costs of layers so far, which other layers may have as well."""
-    task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
-    """The work of the tasks of layers so far (see `layer_costs`)."""
-    solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
-    """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
-
-    def check_time(self) -> None:
-        """Raise `TimeIsUp` behind the deadline."""
-        if time.process_time() > self.deadline_s:
-            raise TimeIsUp
-
-    @property
-    def offloads(self) -> bool:
-        """True if values are on the hosts while no task uses them."""
-        return bool(offloaded(self.method) or self.trace.host_state)
-
-    @property
-    def num_devices(self) -> int:
-        """All devices there are."""
-        return self.hardware.num_devices
-
-    @property
-    def machine(self) -> Machine:
-        """The machine of all devices; `InvalidArgument` if there are several."""
-        return self.hardware.machine
-
-    def machine_of(self, submesh: Submesh) -> Machine:
-        """Return the machine of a submesh's devices while others idle."""
-        return self.machine_on(submesh.num_devices, submesh.group)
-
-    def machine_on(self, num_devices: int, group: int) -> Machine:
-        """Return the machine of so many devices of a group, of as few hosts as can be, while others idle."""
-        machine = self.hardware.groups[group].machine
-        return machine.when_busy(min(num_devices, machine.devices_per_host))
-
-    @property
-    def takes_all_devices(self) -> bool:
-        """True if devices share their host's compute, so that those that a plan leaves out would only slow it down.
-
-        Nor is there anything to be gained by stages on more devices than others: what one leaves, the others have.
-        """
-        return any(group.machine.concurrent_devices for group in self.hardware.groups) and not self.hardware.is_mixed
-
-    @property
-    def given_schedule(self) -> Schedule | None:
-        """The schedule, if it is not to be searched."""
-        return None if self.method.schedule is None else get_schedule(self.method.schedule)
-
-    @property
-    def first_schedule(self) -> Schedule:
-        """The schedule that is given, or else the usual one."""
-        return self.given_schedule or get_schedule(DEFAULT_SCHEDULE)
-
-    @property
-    def num_stages(self) -> int | None:
-        """The number of stages, if it or their mesh is given."""
-        if self.method.num_stages is None and self.method.mesh_shape is not None:
-            return self.num_devices // math.prod(self.method.mesh_shape)
-        return self.method.num_stages
-
-    @property
-    def least_layers(self) -> int:
-        """The layers that are given, or one for every stage that is given; 1 if nothing is."""
-        return self.method.layers or self.num_stages or len(self.named_stages) or 1
-
-    @property
-    def stage_meshes(self) -> tuple[int, ...]:
-        """The mesh of every stage that the model names, where some share one; empty where each has its own."""
-        meshes = meshes_of(self.named_stages)
-        return meshes if len(set(meshes)) < len(meshes) else ()
-
-    @property
-    def clusters(self) -> tuple[Submesh, ...]:
-        """The devices of every group as hosts, or as parts of hosts if a given number of equal stages needs them."""
-        return tuple(self._shape(group) for group in range(len(self.hardware.groups)))
-
-    @property
-    def cluster(self) -> Submesh:
-        """The devices of the only group as hosts, or as parts of them."""
-        (whole,) = self.clusters
-        return whole
-
-    def _shape(self, group: int) -> Submesh:
-        num_devices = self.hardware.groups[group].num_devices
-        whole = cluster_shape(num_devices, self.hardware.groups[group].machine.devices_per_host)
-        part, rest = divmod(num_devices, self.num_stages or 1)
-        per_host = whole.devices_per_host
-        if not (self.hardware.is_mixed or rest or part % per_host == 0 or per_host % part == 0):
-            whole = cluster_shape(num_devices, math.gcd(part, per_host))
-        return replace(whole, group=group)
-
-    def submeshes(self) -> tuple[Submesh, ...]:
-        """Return the submeshes of every group that a stage may get."""
-        return tuple(
-            submesh
-            for cluster in self.clusters
-            for submesh in submesh_choices(cluster.num_devices, cluster.devices_per_host, group=cluster.group)
-        )
-
-    @property
-    def memory_bytes(self) -> float:
-        """The bytes of a device that a plan may use; of the largest, if there are several machines."""
-        return max(memory_limit(self.method.memory, group.machine) for group in self.hardware.groups)
-
-    @cached_property
-    def is_roomy(self) -> bool:
-        """True if a device holds all of the step, also computed again and summed over microbatches, at once."""
-        workspace = max(group.machine.product_workspace_bytes for group in self.hardware.groups)
-        return not self.offloads and 3 * all_bytes(self.trace.jaxpr.jaxpr) + workspace <= min(self.expected_bytes)
-
-    def memory_of(self, submesh: Submesh) -> float:
-        """Return the bytes of a submesh's device that a plan may use."""
-        return memory_limit(self.method.memory, self.machine_of(submesh))
-
-    @property
-    def expected_bytes(self) -> tuple[float, ...]:
-        """By group, the bytes of a device that the sum over a stage's layers may reach."""
-        return tuple(self.share * self.memory_of(shape) for shape in self.clusters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -392,7 +230,9 @@ class RangeCosts:
     def solve(self, submeshes: Collection[Submesh]) -> None:
         """Have the layouts of layers on these submeshes solved for from now on."""
         self.costs.solved.update(submeshes)
-        self._forget(submeshes)
+        most = max((submesh.num_devices for submesh in submeshes), default=0)
+        told = {submesh for submesh, _ in self.sums if submesh.num_devices < most and submesh not in self.solved}
+        self._forget({*submeshes, *told})
         if self.again is not None:
             self.again.solve(submeshes)
 
@@ -548,6 +388,9 @@ class RangeCosts:
         there = np.isfinite(whole)
         by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
         values[:3] = np.where(there, whole + (factor - 1) * np.where(there, by_rows, 0.0), np.inf)
+        if self.layers.num_microbatches == 1 and factor < 1:
+            adding = self._adding_sums(submesh)
+            values[1:3] += (adding[None, :] - adding[:-1, None])[..., None]
         values[5:7] *= factor
 
         def cost(start: int, stop: int, slot: int) -> StageCost:
@@ -569,6 +412,25 @@ class RangeCosts:
             self.least_sums[key] = np.concatenate([np.zeros((1, 3)), np.cumsum(rows, axis=0)])
         return self.least_sums[key]
 
+    def weight_shares(self, submesh: Submesh) -> np.ndarray:
+        """[start, stop]: the share of a backward pass that the weight gradient takes on a submesh, of microbatches.
+
+        Layers of one microbatch do not add to totals as others do.
+        """
+        free = self._free_choices(submesh)[0]
+        backward_s, weight_s = self._columns(submesh, free)[1:3]
+        if self.layers.num_microbatches == 1:
+            adding = self._adding_sums(submesh)
+            adding = adding[None, :] - adding[:-1, None]
+            backward_s, weight_s = backward_s + adding, weight_s + adding
+        return np.divide(weight_s, backward_s, out=np.zeros_like(weight_s), where=backward_s > 0)
+
+    def _adding_sums(self, submesh: Submesh) -> np.ndarray:
+        """Return the seconds in which all layers before a cut add to totals, which those of one microbatch do not."""
+        machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
+        each = [self.costs.adding(number, machine, submesh.num_devices) for number in numbers]
+        return np.concatenate([[0.0], np.cumsum([each[number] for number in self.layers.class_of])])
+
     def _sums(self, submesh: Submesh, choice: LayoutChoice) -> _Sums:
         key = (submesh, choice)
         if key not in self.sums:
@@ -581,8 +443,12 @@ class RangeCosts:
         if submesh not in self.solved:
             if self.whole is not None and submesh in self.whole.solved:
                 return self.whole._of_classes(submesh, choice)
-            others = self._like_on(submesh)
-            return [self._least(number, submesh, others) for number in numbers]
+            if submesh.num_devices == 1:
+                return self._on_one_device(submesh)
+            if (undivided := self._undivided(submesh)) is not None:
+                return undivided
+            others, more = self._like_on(submesh), self._on_more(submesh)
+            return [self._least(number, submesh, others, more) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
         mesh_costs = self._mesh_costs(submesh)
         if choice.memory_multiplier == SAVED_FOR_NOTHING:
@@ -618,25 +484,83 @@ class RangeCosts:
         _, like, costs = min(found, key=lambda each: each[:2], default=(0.0, 0, None))
         return None if costs is None else (like, costs)
 
-    def _least(self, number: int, submesh: Submesh, others: tuple[int, LayerCosts] | None) -> StageCost:
+    def has_one_choice(self, submesh: Submesh) -> bool:
+        """Return whether layers are known to need no less on a submesh than on one device, where nothing is solved for.
+
+        One device leaves nothing to choose; what tasks need there besides is asked for.
+        """
+        if not self.problem.is_roomy:
+            return False
+        return submesh.num_devices == 1 or self._undivided(submesh) is not None
+
+    def _undivided(self, submesh: Submesh) -> list[StageCost] | None:
+        """Return what all layers need on one device, if they are known to need no less on a submesh; else None."""
+        ranges, count, alone = self.whole or self, self.layers.num_microbatches, self._on_one_device(submesh)
+        more = ranges._on_more(submesh)
+        if not more or not self.problem.is_roomy:
+            return None
+        least_s = np.array([_step_s(ranges._least(n, submesh, None, more), count) for n in range(len(alone))])
+        alone_s = np.array([_step_s(cost, count) for cost in alone])
+        return alone if np.all(np.abs(alone_s - least_s) <= ESTIMATE_GAP * alone_s) else None
+
+    def _on_one_device(self, submesh: Submesh) -> list[StageCost]:
+        """Return what all layers need on one device of a submesh, but for what their tasks make."""
+        machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
+        if self.whole is None:
+            return [self.costs.on_one_device(number, machine) for number in numbers]
+        each = [self.whole.costs.on_one_device(number, machine) for number in numbers]
+        weights_s = [self.costs.least(number, machine, 1).weight_s for number in numbers]
+        return [replace(cost, weight_s=min(cost.backward_s, s)) for cost, s in zip(each, weights_s, strict=True)]
+
+    def _on_more(self, submesh: Submesh) -> list[tuple[LayerCosts, MeshCosts]]:
+        """Return the costs of the same layers on meshes of more devices of which a part is like that of a submesh.
+
+        Layouts for fewer devices are among those for more, where these leave the other axes alone.
+        """
+        mine = self._mesh_costs(submesh)
+        return [
+            (ranges.costs, costs)
+            for ranges in (self, self.whole)
+            if ranges is not None
+            for more in sorted(ranges.solved, key=lambda each: each.num_devices)
+            if more.group == submesh.group and more.num_devices > submesh.num_devices
+            for costs in [self._mesh_costs(more)]
+            if costs.machine == mine.machine and _is_part(mine, costs)
+        ]
+
+    def _least(
+        self,
+        number: int,
+        submesh: Submesh,
+        others: tuple[int, LayerCosts] | None,
+        on_more: Sequence[tuple[LayerCosts, MeshCosts]],
+    ) -> StageCost:
         """Return what a layer needs at least on a submesh where it is not solved for, by its work.
 
-        And by the time of `others`: more rows take no less, and fewer save no more than their share of what does not
-        begin anew for each microbatch. Half of a backward pass is then taken to be the weight gradient: schedules can
-        make use of no more.
+        By the time that it takes on more devices, which is no more, and its share of the weight gradient there. And by
+        the time of `others`: more rows take no less, and fewer save no more than their share of what does not begin
+        anew for each microbatch. Half of a backward pass is then taken to be the weight gradient: schedules can make
+        use of no more.
         """
         machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
-        least = self.costs.least(number, machine, num_devices)
-        if others is None:
+        least, every = self.costs.least(number, machine, num_devices), self._every_free_choice(submesh)
+        seconds, weight_share, update_s = [_seconds(least)], 0.5, least.update_s
+        for costs, mesh_costs in on_more:
+            each = [costs.cost(number, mesh_costs, choice) for choice in every]
+            seconds.append((1 - costs.gap) * np.min([_seconds(cost) for cost in each], axis=0))
+            update_s = max(update_s, (1 - costs.gap) * min(cost.update_s for cost in each))
+            weight_share = max(cost.weight_s / cost.backward_s if cost.backward_s else 0.5 for cost in each)
+        if others is not None:
+            like, costs = others
+            mesh_costs, factor = self._mesh_costs(submesh), min(1.0, like / self.layers.num_microbatches)
+            begins = _seconds(costs.least(number, machine, num_devices, begins=True))
+            whole = np.min([_seconds(costs.cost(number, mesh_costs, choice)) for choice in every], axis=0)
+            seconds.append(whole - (1 - factor) * np.maximum(whole - begins, 0.0))
+        if len(seconds) == 1:
             return least
-        like, costs = others
-        mesh_costs, factor = self._mesh_costs(submesh), min(1.0, like / self.layers.num_microbatches)
-        begins = _seconds(costs.least(number, machine, num_devices, begins=True))
-        each = [_seconds(costs.cost(number, mesh_costs, choice)) for choice in self._every_free_choice(submesh)]
-        whole = np.min(each, axis=0)
-        seconds = np.maximum(_seconds(least), whole - (1 - factor) * np.maximum(whole - begins, 0.0))
-        forward_s, backward_s = seconds.tolist()
-        return replace(least, forward_s=forward_s, backward_s=backward_s, weight_s=max(least.weight_s, backward_s / 2))
+        forward_s, backward_s = np.max(seconds, axis=0).tolist()
+        weight_s = max(least.weight_s, weight_share * backward_s)
+        return replace(least, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s, update_s=update_s)
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.
@@ -650,6 +574,16 @@ class RangeCosts:
         group = self.problem.hardware.groups[source.group]
         near = group.num_devices <= group.machine.domain if same_domain is None else same_domain
         return 2 * group.machine.transfer_s(nbytes, near)
+
+
+def _is_part(part: MeshCosts, whole: MeshCosts) -> bool:
+    """Return whether a mesh is like some axes of another one whose links are all the same."""
+    mine, others = (Counter(size for size in each.mesh.shape if size > 1) for each in (part, whole))
+    return mine <= others and whole.mesh.num_devices <= whole.machine.domain
+
+
+def _step_s(cost: StageCost, num_microbatches: int) -> float:
+    return num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s
 
 
 def _seconds(cost: StageCost) -> np.ndarray:
@@ -677,24 +611,3 @@ def _sums(layers: Sequence[StageCost]) -> _Sums:
     for start in range(len(layers)):
         most[start, start + 1 :] = np.maximum.accumulate(alone[start:])
     return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
-
-
-def submesh_mesh(problem: StageProblem, submesh: Submesh) -> LogicalMesh:
-    """Return the logical mesh of a submesh, with its links."""
-    return with_links(_bare_mesh(problem.method, submesh), problem.machine_of(submesh))
-
-
-def _bare_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
-    """Return the mesh over hosts and inside of them, or as square as can be inside of one host.
-
-    Both axes may split one dimension, so that the product of both is in the search, too.
-    """
-    if method.mesh_shape is not None:
-        return LogicalMesh(shape=method.mesh_shape, axis_names=method.mesh_axes)
-    if submesh.num_hosts > 1:
-        shape = (submesh.num_hosts, submesh.devices_per_host)
-    else:
-        n = submesh.num_devices
-        small = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
-        shape = (small, n // small)
-    return LogicalMesh(shape=shape, axis_names=method.axis_names or _STAGE_AXES)

@@ -37,7 +37,7 @@ from autopar.compiler.planning.layer_costs import (
     stage_cost,
 )
 from autopar.compiler.planning.mesh_sharding import DeviceTask, device_tasks, mesh_sharding, mesh_sharding_like
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import layout_from_text

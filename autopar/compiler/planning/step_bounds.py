@@ -296,6 +296,11 @@ def work_of_program(
     return total_work(each), total_work(anew)
 
 
+def seconds_on_one_device(jaxpr: jc.Jaxpr, machine: Machine) -> float:
+    """Return the seconds of a program on one device, which leaves nothing to choose."""
+    return total_work(_work_of_equations(jaxpr, machine, as_it_is=True)).on(1)
+
+
 def _spreads(eqn: jc.JaxprEqn) -> bool:
     """Return whether an equation makes more than it reads, as for every row."""
     made, read = ([aval_bytes(v.aval) for v in each] for each in (eqn.outvars, jc.operands(eqn)))
@@ -307,20 +312,26 @@ def _work_of_equations(
     machine: Machine,
     within: jc.JaxprEqn | None = None,
     known: dict[Hashable, Work] | None = None,
+    *,
+    as_it_is: bool = False,
 ) -> list[Work]:
-    """Return the work of each equation; that of equal ones, in bodies as well, is `known` once it is found."""
+    """Return the work of each equation; that of equal ones, in bodies as well, is `known` once it is found.
+
+    It is the least whichever other equations a program has, or that in this one, `as_it_is`.
+    """
     known = {} if known is None else known
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
     costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (machine, at_once)]
     found: list[Work] = []
-    # What crosses the border of a stage is laid out anew.
-    rules = FusionRules.of(machine)._replace(transposes_operands=False)
+    rules = FusionRules.of(machine)
+    if not as_it_is:  # what crosses the border of a stage is laid out anew
+        rules = rules._replace(transposes_operands=False)
     moved = fused_traffic(jaxpr, within, rules=rules)
     for eqn, kind, traffic in zip(jaxpr.eqns, equation_classes(jaxpr), moved, strict=True):
         if eqn.primitive.name in NESTED:
-            found.append(_work_of_bodies(eqn, machine, known))
+            found.append(_work_of_bodies(eqn, machine, known, as_it_is))
             continue
-        if within is None:  # what is computed again in several kernels here, stages may find in memory
+        if within is None and not as_it_is:  # what is computed again in several kernels here, stages may find in memory
             traffic = traffic._replace(reads=tuple(min(count, 1) for count in traffic.reads))
         key = (kind, traffic, jc.moves_memory(eqn))
         if key not in known:
@@ -329,8 +340,10 @@ def _work_of_equations(
     return found
 
 
-def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, known: dict[Hashable, Work]) -> Work:
-    bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, known) for body in jc.subjaxprs(eqn)]
+def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, known: dict[Hashable, Work], as_it_is: bool) -> Work:
+    bodies = [
+        _work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, known, as_it_is=as_it_is) for body in jc.subjaxprs(eqn)
+    ]
     total, times = total_work([total_work(each) for each in bodies]), taken(eqn) * trips(eqn)
     return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
 

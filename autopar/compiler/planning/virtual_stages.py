@@ -9,9 +9,10 @@ of unequal stages as they are: every task starts when its mesh is free and what 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
 from typing import NamedTuple
@@ -23,12 +24,14 @@ from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
-from autopar.ir.schedules import schedule_tasks
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule, schedule_tasks, warmed_up
 from autopar.ir.task_order import linear_order, new_task, task_needed
 from autopar.ir.tasks import Task
 
 _SHORTER = 1e-6
 """Relative: visits that are no shorter than that are as short."""
+_HIDDEN_ANYWAY = 0.1
+"""Of a stage's time: links that take no more there and back need no forward task ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,28 @@ def _seconds_before(ranges: RangeCosts, num_layers: int, submesh: Submesh, choic
     """Return for every cut the seconds that a microbatch takes in all layers before it, with one choice of layouts."""
     costs = (ranges.cost(0, cut, submesh, choice) for cut in range(num_layers + 1))
     return [cost.forward_s + cost.backward_s for cost in costs]
+
+
+def schedule_for_slow_links(
+    timing: Timing,
+    stages: Sequence[Stage],
+    virtual_stages: Sequence[VirtualStage],
+    memory_bytes: Sequence[float],
+) -> Timing:
+    """Return the schedule with as many forward tasks ahead as the links behind each stage need and its memory allows.
+
+    The search takes all links to be hidden by it, and no more to be in flight than by 1F1B. A device of a group has so
+    many bytes of memory.
+    """
+    period_s = max(stage.cost.forward_s + stage.cost.backward_s for stage in stages)
+    needed = [max(0, math.ceil(2 * each.link_s / period_s - _HIDDEN_ANYWAY)) for each in virtual_stages]
+    extra: list[int] = []
+    for number, stage in enumerate(stages):
+        behind, free = len(stages) - 1 - number, memory_bytes[stage.submesh.group] - stage.cost.peak_bytes(0)
+        activation = stage.cost.activation_bytes
+        most = math.inf if activation <= 0 else free // activation - (behind + 1)
+        extra.append(max(0, int(min(sum(needed[number:]), most, timing.num_microbatches))))
+    return replace(timing, schedule=warmed_up(extra) if any(extra) else get_schedule(DEFAULT_SCHEDULE))
 
 
 def _same_domain(cluster: Cluster, here: Sequence[int], there: Sequence[int]) -> bool:

@@ -10,7 +10,8 @@ from autopar.compiler.inter_op.stage_costs import Timing
 from autopar.compiler.inter_op.submeshes import cluster_shape
 from autopar.compiler.planning.candidates import solved_searches
 from autopar.compiler.planning.layer_costs import LayoutChoice
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.ir.schedules import get_schedule
 
 LAYERS, ROWS, WIDTH = 32, 2048, 32

@@ -13,7 +13,8 @@ from autopar.compiler.planning import one_mesh, search
 from autopar.compiler.planning.candidates import likely_times_s, microbatch_counts, stage_candidates, unequal_stages_s
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.space import Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem
 from benchmarks.models import convnet
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 

@@ -13,8 +13,9 @@ from autopar.compiler.planning.learned_times import LearnedTimes
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.space import Completion, Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_layouts import StagesTooSlow
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import step_bounds
 from autopar.compiler.planning.virtual_stages import VirtualStage
 from tests.compiler.planning.test_free_search import arguments, train_step
@@ -57,7 +58,11 @@ def test_stages_teach_nothing_where_all_take_what_their_layers_do(candidates):
     one = candidates[0]
     there = {(stage.submesh, one.layers.num_microbatches > 1) for stage in one.stages}
     known = {0: one.stages[0].cost}
-    assert LearnedTimes().teaches(one, known)  # none was seen there
+    assert LearnedTimes().teaches(one, {})  # none was seen there
+    several = {n: stage.cost for n, stage in enumerate(one.stages) if stage.stop - stage.start > 1}
+    assert several and LearnedTimes().teaches(one, several) == (
+        there > {(one.stages[n].submesh, False) for n in several}
+    )
     assert not LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, known)
     assert LearnedTimes(on=dict.fromkeys(there, 0.95)).teaches(one, known)
     gaining = {0: one.stages[0].cost.in_time(0.95)}
@@ -238,6 +243,45 @@ def test_one_completed_step_tells_of_others(candidates):
     assert learned.step_share == learned.least_share == 0.97
 
 
+def test_with_enough_memory_slow_steps_tell_of_others_too(candidates):
+    several = next(each for each in candidates if any(stage.submesh.num_devices > 1 for stage in each.stages))
+    for is_roomy, least in ((False, 0.85), (True, 0.97)):
+        learned = LearnedTimes(is_roomy=is_roomy)
+        learned.learn_step(several, 1.2 * several.step_time_s)
+        assert learned.step_share == learned.least_share == least
+
+
+def test_stages_are_searched_as_if_they_gained_as_much_as_usual_until_some_are_completed(problem, candidates):
+    plan = (
+        autopar.parallelize(train_step, cluster=problem.hardware)
+        .trace(*arguments(4096, 1024))
+        .plan(autopar.DataParallel())
+        .plan
+    )
+
+    def searched(learned, **changes):
+        state = _Search.of(problem, lambda plan: math.inf)
+        state.learned, state.best, state.best_s = learned, plan, candidates[0].step_time_s
+        region = next(each for each in state.open if isinstance(each, Stages) and each.num_stages == (2, 2))
+        state.open = []
+        state.search_stages(dataclasses.replace(region, **changes))
+        again = [each for each in state.open if isinstance(each, Stages)]
+        return state, again, [each.candidate.step_time_s for each in state.open if isinstance(each, Completion)]
+
+    state, (again,), few = searched(LearnedTimes())
+    assert again.searched is not None and again.searched[0] == 0.97 and math.isinf(state.closed_s)
+    known = LearnedTimes()
+    known.learn_stages(candidates[0], {0: candidates[0].stages[0].cost}, gap=0.0)
+    state, none, every = searched(known)
+    assert not none and set(few) <= set(every) and math.isfinite(state.closed_s)
+    known.learn_step(candidates[0], 0.9 * candidates[0].step_time_s)
+    _, none, many = searched(known, searched=again.searched)  # they gain more than that
+    assert not none and set(many) <= set(every) and min(many) == min(every)
+    known.steps[:] = [1.0]
+    state, none, nothing_new = searched(known, searched=again.searched)
+    assert not none and not nothing_new and state.closed_s >= again.searched[1]
+
+
 def test_before_any_layouts_are_known_what_may_fit_is_first():
     cluster = autopar.Cluster.parse("2x p3.16xlarge")
     traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 4096))
@@ -266,4 +310,11 @@ def test_stages_that_are_much_faster_than_the_best_plan_are_completed_first(cand
     first = searching.next_region()
     assert isinstance(first, Completion) and first.candidate.step_time_s == seconds
     searching.best_s = 1.02 * seconds
+    assert searching.next_region() is first  # as long as nothing tells how much stages gain
+    searching.learned.of_stages[first.candidate.scheduled_otherwise[0]] = 1.0
     assert searching.next_region() is region
+    searching.open[0] = dataclasses.replace(region, searched=(0.97, seconds))
+    assert searching.next_region() is searching.open[0]
+    searching.learned.of_stages.clear()
+    searching.best_s = seconds
+    assert searching.next_region() is first

@@ -6,12 +6,15 @@ import math
 import pytest
 
 import autopar
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.submeshes import cluster_shape, divides_as_well
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.space import Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
+from autopar.hardware.machine import Link, Machine
 from tests.compiler.planning.test_free_search import arguments, train_step
 
 
@@ -113,3 +116,54 @@ def test_one_microbatch_and_fewer_rows_than_devices_tell_nothing(problem):
         ranges = RangeCosts(problem, *known(count, False, splits=False))
         assert not ranges.is_told(submesh)
         del problem.known[like, False, False]
+
+
+def test_on_one_device_layers_take_what_their_only_layouts_do(problem):
+    layers, costs = KnownLayers.of(problem)(1, False, splits=False)
+    one = cluster_shape(1, 8)
+    ranges = RangeCosts(problem, layers, costs)
+    mesh_costs = MeshCosts(machine=problem.machine_of(one), mesh=submesh_mesh(problem, one))
+    for number, alone in enumerate(ranges._of_classes(one, LayoutChoice(0.0))):
+        solved, least = costs.cost(number, mesh_costs, LayoutChoice(0.0)), costs.least(number, mesh_costs.machine, 1)
+        assert alone.forward_s == pytest.approx(solved.forward_s) and alone.backward_s == pytest.approx(
+            solved.backward_s
+        )
+        assert alone.update_s == pytest.approx(solved.update_s) and least.forward_s <= alone.forward_s * (1 + 1e-9)
+
+
+def test_layers_take_no_less_on_fewer_devices_and_one_choice_is_none():
+    """Where links are so slow that nothing is divided, one device tells what others take."""
+    for link, width, is_known in (
+        (Link(latency_s=10.0, bandwidth=1.0, ramp_bytes=0.0), 1024, True),
+        (None, 4096, False),
+    ):
+        machine = Machine.named("dgx-h100")
+        machine = machine if link is None else dataclasses.replace(machine, name="slow", intra=link)
+        cluster = autopar.Cluster(machine=machine, num_devices=4)
+        traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(width, 512))
+        problem = StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+        ranges = RangeCosts(problem, *KnownLayers.of(problem)(1, False, splits=False))
+        few, many, free = cluster_shape(2, 8), cluster_shape(4, 8), LayoutChoice(0.0)
+        by_work = ranges._of_classes(few, free)
+        assert problem.is_roomy and not ranges.has_one_choice(few) and ranges.has_one_choice(cluster_shape(1, 8))
+        ranges.solve({many})
+        ranges._of_classes(many, free)
+        assert ranges.has_one_choice(few) == is_known
+        told = ranges._of_classes(few, free)
+        ranges.solve({few})
+        for work, bound, solved in zip(by_work, told, ranges._of_classes(few, free), strict=True):
+            each_s = [cost.forward_s + cost.backward_s + cost.update_s for cost in (work, bound, solved)]
+            assert each_s[0] <= each_s[1] * (1 + 1e-9) and each_s[1] <= 1.02 * each_s[2]
+
+
+def test_layers_of_one_microbatch_tell_what_adding_to_totals_takes_of_several(problem):
+    known, machine = KnownLayers.of(problem), problem.machine_of(cluster_shape(2, 8))
+    (layers, one), (_, several) = known(1, False, splits=False), known(2, False, splits=False)
+    for number in range(len(layers.classes)):
+        alone, adding = one.least(number, machine, 2, begins=True), several.least(number, machine, 2, begins=True)
+        assert one.adding(number, machine, 2) > 0
+        assert alone.backward_s + one.adding(number, machine, 2) == pytest.approx(adding.backward_s, rel=0.1)
+    shares = RangeCosts(problem, layers, one)
+    shares.solve({cluster_shape(2, 8)})
+    every = shares.weight_shares(cluster_shape(2, 8))
+    assert every.min() >= 0 and 0 < every.max() <= 1

@@ -17,7 +17,8 @@ from autopar.compiler.analysis.aot_targets import aot_devices
 from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.sharded_plan import shard_candidate
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt

@@ -8,7 +8,8 @@ import autopar
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.layer_costs import LayoutChoice
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
 from tests.compiler.planning.test_free_search import arguments, train_step
 
 
