@@ -62,7 +62,8 @@ PIECE_BYTES, WRITTEN_SHARE = 4.0 * _PIECE_NUMBERS, 2 / 3
 """What such a copy writes at once, in float32, and of what it reads and writes the share that it writes."""
 _SIDES, _CHANNELS = (56, 28, 14, 7), (160, 512, 640, 2048)
 """Of images between the convolutions of a network, and their channels: kernels of libraries are faster where these are
-powers of two, as they are in some networks and in others not."""
+powers of two, as they are in some networks and in others not. For fewer images, as many fewer channels."""
+_MOST_IMAGES, _CHANNELS_OF_A_LOAD = 64, 8
 _NETWORKS_MORE = 1
 
 
@@ -92,7 +93,7 @@ class Effort:
     dtypes: tuple[str, ...]
     array_bytes: int = 2**28
     """Of an array that kernels of one size only go through."""
-    images: int = 64
+    images: int = _MOST_IMAGES
     """Of convolutions in 16 bits."""
 
     @staticmethod
@@ -263,7 +264,8 @@ def convolutions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     are those of forward pass and gradients, bytes what is read and written of weights and momentum. Images are as many
     as take as many bytes in either type.
     """
-    channels = [each * effort.images // 64 // 8 * 8 for each in _CHANNELS]
+    loads = (each * effort.images // _MOST_IMAGES // _CHANNELS_OF_A_LOAD for each in _CHANNELS)
+    channels = [_CHANNELS_OF_A_LOAD * each for each in loads]
     weights = [9 * each**2 for each in channels]
     found: list[Measurement] = []
     for dtype in (jnp.dtype("bfloat16"), jnp.dtype("float32")):

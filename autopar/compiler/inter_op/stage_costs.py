@@ -60,6 +60,10 @@ class StageCost:
         """Return the bytes that a device needs for the activations of so many microbatches and all else."""
         return self.state_bytes + max(self.temporary_bytes + num_in_flight * self.activation_bytes, self.update_bytes)
 
+    def step_s(self, num_microbatches: int) -> float:
+        """Return the seconds of a step of these layers alone."""
+        return num_microbatches * (self.forward_s + self.backward_s) + self.update_s
+
     def in_time(self, share: float) -> "StageCost":
         """Return the cost if all took this share of its time."""
         return replace(

@@ -226,7 +226,7 @@ class LayerCosts:
                 (work_of_program(program, machine, (), ())[0], self._work_of(task, machine)[0])
                 for task in self.classes[number].tasks
                 if task.phase == "backward"
-                for program in [jc.open_jaxpr(with_totals(task.jaxpr, [name in read for name in task.outputs]))[0]]
+                for program in [jc.open_jaxpr(_with_totals(task.jaxpr, [name in read for name in task.outputs]))[0]]
             ]
             self.adds[key] = Work(
                 fixed_s=sum(adding.fixed_s - alone.fixed_s for adding, alone in both),
@@ -280,7 +280,7 @@ class LayerCosts:
         }
 
 
-def with_totals(program: jc.ClosedJaxpr, added: Sequence[bool]) -> jc.ClosedJaxpr:
+def _with_totals(program: jc.ClosedJaxpr, added: Sequence[bool]) -> jc.ClosedJaxpr:
     """Return a program with further inputs, to each of which it adds one of its results: those that are `added`."""
     body, sums = jc.open_jaxpr(program)[0], list[jc.JaxprEqn]()
     results, totals = list(body.outvars), list[jc.Var]()

@@ -83,14 +83,17 @@ class LearnedTimes:
         for number, whole in sorted(costs.items()):
             key, stage = candidate.scheduled_otherwise[number], candidate.stages[number]
             self.wholes[candidate.stage_keys[number]] = whole.in_time(1 - gap)
-            if by_layers_s := _seconds(stage.cost, count):
-                share = (1 - gap) * _seconds(whole, count) / by_layers_s
+            if by_layers_s := stage.cost.step_s(count):
+                share = (1 - gap) * whole.step_s(count) / by_layers_s
                 self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
                     self._learn_on((stage.submesh, count > 1), share)
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
-        """Keep what a whole step of a candidate takes."""
+        """Keep what a whole step of a candidate takes.
+
+        Where no memory is wanting, one that takes longer than its stages tells that there is nothing to gain.
+        """
         share, several = seconds / candidate.step_time_s, any(s.submesh.num_devices > 1 for s in candidate.stages)
         if share <= _NO_GAIN:
             self.steps.append(share)
@@ -191,7 +194,7 @@ class LearnedTimes:
         """
         count, stages, seen = candidate.layers.num_microbatches, candidate.stages, dict(self.on)
         for number, whole in known.items():
-            by_layers_s, whole_s = _seconds(stages[number].cost, count), _seconds(whole, count)
+            by_layers_s, whole_s = stages[number].cost.step_s(count), whole.step_s(count)
             if whole_s < _SLACK * by_layers_s:
                 return True
             if stages[number].stop - stages[number].start > 1:
@@ -248,10 +251,6 @@ def _alike(candidate: PipelineCandidate) -> object:
     """Equal for candidates whose plans take about the same share of the time by their stages."""
     timing, several = candidate.timing, candidate.timing.num_microbatches > 1
     return len(candidate.stages), timing.num_microbatches, (timing.schedule.name if several else "")
-
-
-def _seconds(cost: StageCost, num_microbatches: int) -> float:
-    return num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s
 
 
 def memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:

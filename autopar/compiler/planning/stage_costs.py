@@ -499,8 +499,8 @@ class RangeCosts:
         more = ranges._on_more(submesh)
         if not more or not self.problem.is_roomy:
             return None
-        least_s = np.array([_step_s(ranges._least(n, submesh, None, more), count) for n in range(len(alone))])
-        alone_s = np.array([_step_s(cost, count) for cost in alone])
+        least_s = np.array([ranges._least(n, submesh, None, more).step_s(count) for n in range(len(alone))])
+        alone_s = np.array([cost.step_s(count) for cost in alone])
         return alone if np.all(np.abs(alone_s - least_s) <= ESTIMATE_GAP * alone_s) else None
 
     def _on_one_device(self, submesh: Submesh) -> list[StageCost]:
@@ -539,8 +539,8 @@ class RangeCosts:
 
         By the time that it takes on more devices, which is no more, and its share of the weight gradient there. And by
         the time of `others`: more rows take no less, and fewer save no more than their share of what does not begin
-        anew for each microbatch. Half of a backward pass is then taken to be the weight gradient: schedules can make
-        use of no more.
+        anew for each microbatch. Where these alone tell, half of a backward pass is taken to be the weight gradient:
+        schedules can make use of no more.
         """
         machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
         least, every = self.costs.least(number, machine, num_devices), self._every_free_choice(submesh)
@@ -580,10 +580,6 @@ def _is_part(part: MeshCosts, whole: MeshCosts) -> bool:
     """Return whether a mesh is like some axes of another one whose links are all the same."""
     mine, others = (Counter(size for size in each.mesh.shape if size > 1) for each in (part, whole))
     return mine <= others and whole.mesh.num_devices <= whole.machine.domain
-
-
-def _step_s(cost: StageCost, num_microbatches: int) -> float:
-    return num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s
 
 
 def _seconds(cost: StageCost) -> np.ndarray:
