@@ -35,8 +35,8 @@ from rich.progress import track
 import autopar
 from autopar.compiler.inter_op.stage_costs import Stage, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes
-from autopar.compiler.planning.candidates import PipelineCandidate
 from autopar.compiler.planning.layer_costs import LayoutChoice
+from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_problem import StageProblem

@@ -229,7 +229,10 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         return [replace(interval, bound_s=bound_s, bounded=1 + state.by_stages)]
     one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.memory_depends_on_num_stages
     if not state.partitions and not _add_smallest(state, interval):
-        return [] if one_number else _by_stages(interval)
+        low, high = interval.stages
+        if one_number or _fewest_devices(state.tables, _limits(state, low), high) is None:
+            return []  # of more stages each holds no fewer microbatches in flight than of the lowest number
+        return _by_stages(interval)
     # Whatever has a longer steady_s than this takes longer than what is of interest.
     useful_s = state.limit_s - bounds.bound_s
     if useful_s < _LOWER * interval.cap_s:

@@ -13,34 +13,29 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import MOST_LABELS, StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import Partition, RangeTable, Stage, StageCost, TabledCosts, Timing
+from autopar.compiler.inter_op.stage_costs import Partition, RangeTable, Stage, TabledCosts, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.layer_costs import SAVED_FOR_NOTHING
 from autopar.compiler.planning.other_rows import OtherRows
+from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.scope_demands import is_of_kind
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_problem import StageProblem
-from autopar.compiler.planning.virtual_stages import (
-    VirtualStage,
-    make_virtual_stages,
-    schedule_for_slow_links,
-    simulate_schedule_s,
-)
+from autopar.compiler.planning.virtual_stages import make_virtual_stages, schedule_for_slow_links
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import SCHEDULES, WarmedUp, warmed_up
-from autopar.plain_text import microbatches_in_words
 
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
@@ -55,86 +50,6 @@ _FORMULA_SHARE = 0.95
 _NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
 """The next best stages by a schedule's formula that are simulated. Formulas count on other microbatches, whose weight
 gradients fill the pipeline: of stages for a single one they tell less, and these are simulated in less time."""
-WHOLE_SHARE = 0.85
-"""Of the time of stages by their layers, what they take at least as a whole: small layers gain the most."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineCandidate:
-    """Stages for one number of microbatches and one schedule."""
-
-    layers: Layers
-    timing: Timing
-    """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
-    bound_s: float
-    """Seconds that no stages searched together with these are taken to undercut."""
-    stages: tuple[Stage, ...]
-    virtual_stages: tuple[VirtualStage, ...]
-    hosts: Hosts
-
-    @cached_property
-    def step_time_s(self) -> float:
-        """Simulated seconds of a step."""
-        return self.simulate_s([stage.cost for stage in self.stages])
-
-    def simulate_s(self, costs: Sequence[StageCost]) -> float:
-        """Return the simulated seconds of a step for other costs of the meshes."""
-        return simulate_schedule_s(self.timing, self.virtual_stages, costs, self.hosts)
-
-    @cached_property
-    def share_without_links(self) -> float:
-        """The share of the simulated seconds that a step takes where nothing that is sent between stages takes time."""
-        stages = tuple(replace(stage, link_s=0.0) for stage in self.virtual_stages)
-        return replace(self, virtual_stages=stages).step_time_s / self.step_time_s
-
-    @property
-    def stages_key(self) -> object:
-        """Equal for stages that differ in their schedule at most."""
-        stages = tuple((stage.start, stage.stop, stage.submesh, stage.cost.choice) for stage in self.stages)
-        splits = self.timing.schedule.splits_weight_gradients
-        return tuple(stage.layers for stage in self.virtual_stages), splits, stages
-
-    @cached_property
-    def stage_keys(self) -> tuple[tuple[object, ...], ...]:
-        """Equal for stages, of candidates of the same layers, that take about the same time as a whole."""
-        return tuple(
-            (
-                self.layers,
-                tuple(self.layers.class_of[slice(*each.layers)] for each in self.virtual_stages if each.mesh == mesh),
-                stage.submesh,
-                stage.cost.choice,
-            )
-            for mesh, stage in enumerate(self.stages)
-        )
-
-    @cached_property
-    def scheduled_otherwise(self) -> tuple[object, ...]:
-        """The same, whether weight gradients are tasks of their own or not: equal for stages that take alike times."""
-        return tuple((self.layers.cuts, self.timing.num_microbatches, *key[1:]) for key in self.stage_keys)
-
-    def peak_share(self, problem: StageProblem) -> float:
-        """Return the largest share of its memory that a device needs, by sums over layers (roomy: by what stays)."""
-        count = len(self.stages)
-        return max(
-            stage.cost.peak_bytes(self.timing.num_in_flight(stages_behind=count - 1 - number, num_stages=count))
-            / problem.memory_of(stage.submesh)
-            for number, stage in enumerate(self.stages)
-        )
-
-    @property
-    def gain_from_splitting(self) -> float:
-        """The share of the step that splitting off weight gradients can gain: two thirds of what fills the pipeline.
-
-        So it is where forward, input and weight gradients take equal times.
-        """
-        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.stages]
-        return 2 / 3 * (sum(warmups_s) - max(warmups_s)) / self.step_time_s
-
-    def __str__(self) -> str:
-        timing, stages = self.timing, self.stages
-        named = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in stages)
-        virtual = f" x {timing.virtual_stages}" if timing.virtual_stages > 1 else ""
-        return f"{microbatches_in_words(timing.num_microbatches)}, {timing.schedule.name}{virtual}: {named}"
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
@@ -275,11 +190,17 @@ def _least_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbat
 
 
 def stage_candidates(
-    problem: StageProblem, known: KnownLayers, num_microbatches: int, num_stages: tuple[int, int], below_s: float
+    problem: StageProblem,
+    known: KnownLayers,
+    num_microbatches: int,
+    num_stages: tuple[int, int],
+    below_s: float,
+    whole_share: float = WHOLE_SHARE,
 ) -> list[PipelineCandidate]:
     """Return the best stages of every schedule, from the first to the second number of them.
 
-    None that by its formula takes much longer than `below_s` is searched to its end. Any of the stages may be computed
+    None that by its formula takes much longer than `below_s` is searched to its end, nor than others that are found
+    and, as a whole, take no less than `whole_share` of their time by layers. Any of the stages may be computed
     again where none fit without, or where these take longer than if memory had no end. Raises `MemoryTooSmall` where
     none fit at all, `NotSplittable` and `Unsupported` for batches that cannot be split so.
     """
@@ -292,13 +213,16 @@ def stage_candidates(
     def best_of(schedules: Sequence[Schedule], remats: Sequence[bool], limit_s: float) -> list[PipelineCandidate]:
         ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
         found: list[PipelineCandidate] = []
-        shortage: MemoryTooSmall | None = None
+        some_fit, shortage = False, None
         for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, limit_s))
+                found += _candidates(
+                    problem, ranges, timing, num_stages, _near_s(found, limit_s, whole_share), whole_share
+                )
+                some_fit = True
             except MemoryTooSmall as error:
                 shortage = error
-        if not found and shortage is not None:
+        if not some_fit and shortage is not None:
             raise shortage
         return found
 
@@ -308,7 +232,7 @@ def stage_candidates(
         worth = any(_is_worth_splitting(each, below_s) for each in found) if found else most_gain > _WORTH_SPLITTING
         if splitting and worth:
             with suppress(MemoryTooSmall):
-                found += best_of(splitting, remats, _in_other_order_s(found, limit_s))
+                found += best_of(splitting, remats, _in_other_order_s(found, limit_s, whole_share))
         return found
 
     remats = _remats(problem)
@@ -327,8 +251,8 @@ def stage_candidates(
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
     with suppress(MemoryTooSmall) if found else nullcontext():
-        found += best_with(remats, _in_other_order_s(found, below_s))
-        found += best_with(remats[1:], _in_other_order_s(found, below_s))  # which need the least memory
+        found += best_with(remats, _in_other_order_s(found, below_s, whole_share))
+        found += best_with(remats[1:], _in_other_order_s(found, below_s, whole_share))  # which need the least memory
     return found
 
 
@@ -391,19 +315,21 @@ def _candidates(
     timing: Timing,
     num_stages: tuple[int, int],
     below_s: float,
+    whole_share: float,
 ) -> list[PipelineCandidate]:
     """Return the best stages of any sizes, and the best ones of one size for every number of these."""
     if problem.stage_meshes:
         return _colocated_candidates(problem, ranges, timing)
     found: dict[object, PipelineCandidate] = {}
-    shortage: MemoryTooSmall | None = None
+    some_fit, shortage = False, None
     for number, clusters, few_to_most in _sizes(problem, ranges.layers, timing, num_stages):
         try:
-            near_s = _near_s(found.values(), below_s)
+            near_s = _near_s(found.values(), below_s, whole_share)
             searches = solved_searches(problem, ranges, timing, number, clusters, few_to_most, near_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
+        some_fit = True
         for partition in [each for search in searches for each in (search.best, *search.runners_up)]:
             key = tuple((stage.start, stage.stop, stage.submesh) for stage in partition.stages)
             pointless = len(partition.stages) == 1 and timing.virtual_stages > 1 and not problem.offloads
@@ -430,20 +356,20 @@ def _candidates(
                     virtual_stages=virtual_stages,
                     hosts=Hosts.of_devices(devices, problem.hardware),
                 )
-    if not found and shortage is not None:
+    if not some_fit and shortage is not None:
         raise shortage
     return list(found.values())
 
 
-def _near_s(found: Iterable[PipelineCandidate], below_s: float) -> float:
+def _near_s(found: Iterable[PipelineCandidate], below_s: float, whole_share: float) -> float:
     """Return the seconds above which other stages are no better than those that are found, as a whole neither."""
-    return min([below_s, *(each.step_time_s / WHOLE_SHARE for each in found)])
+    return min([below_s, *(each.step_time_s / whole_share for each in found)])
 
 
-def _in_other_order_s(found: Sequence[PipelineCandidate], below_s: float) -> float:
+def _in_other_order_s(found: Sequence[PipelineCandidate], below_s: float, whole_share: float) -> float:
     """Return the seconds above which other orders are no better: formulas tell of these where links hardly matter."""
     best = min(found, key=lambda each: each.step_time_s, default=None)
-    return _near_s([best], below_s) if best and best.share_without_links >= 1 - _HARDLY_LINKS else below_s
+    return _near_s([best], below_s, whole_share) if best and best.share_without_links >= 1 - _HARDLY_LINKS else below_s
 
 
 def _sizes(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
-from autopar.compiler.planning.candidates import WHOLE_SHARE, PipelineCandidate
+from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.virtual_stages import least_part
 
 _LARGER_SHARE = 0.95

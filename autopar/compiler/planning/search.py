@@ -30,7 +30,6 @@ from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.planning.candidates import (
-    PipelineCandidate,
     likely_times_s,
     microbatch_counts,
     stage_candidates,
@@ -39,9 +38,11 @@ from autopar.compiler.planning.candidates import (
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
+from autopar.compiler.planning.learned_numbers import LearnedNumbers
 from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes, memory_kind
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
+from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers
@@ -74,7 +75,8 @@ _OTHER_MESH_SHARE = 0.97
 _MUCH_LESS = 0.9
 """Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
-"""Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
+"""Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer; where
+stages need more, fewer and larger ones rarely take less."""
 _USUAL_SHARE = 0.97
 """Of the time of stages by their layers, what they usually take at least as a whole."""
 _RISES = 1.002
@@ -170,10 +172,8 @@ class _Search:
     )
     """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
     known: the times by the number of equal stages."""
-    times_of: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
-    """By numbers of stages and of microbatches, the least time by layers of those that were searched."""
-    best_of: dict[tuple[int, int], PipelineCandidate] = field(default_factory=dict[tuple[int, int], PipelineCandidate])
-    """By numbers of stages, the best of these by layers, for whichever number of microbatches."""
+    numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
+    """The same, of numbers of microbatches."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -307,6 +307,7 @@ class _Search:
             case Stages(num_microbatches=count):
                 # Until it is asked what layers tell of them, they come first; before any are known, equal work tells.
                 usual_s = region.by_others_s or (region.likely_s if self.layers_tell else region.even_s)
+                usual_s = max(usual_s, self.best_s if self.numbers.is_larger(region) else 0.0)
                 return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
 
     def likely_s(self, region: Region, least_s: Callable[[PipelineCandidate], float] | None = None) -> float:
@@ -347,9 +348,9 @@ class _Search:
         divide among the devices of a stage, as those of the best do, are none of them.
         """
         times_s = self.times_s_of(region.num_stages)
-        if not self.layers_tell or region.attempt or not self.best_of.get(region.num_stages):
+        if not self.layers_tell or region.attempt or not self.numbers.best_of.get(region.num_stages):
             return True
-        best, count, rows = self.best_of[region.num_stages], region.num_microbatches, self.space.rows
+        best, count, rows = self.numbers.best_of[region.num_stages], region.num_microbatches, self.space.rows
         least, largest = best.timing.num_microbatches, max(stage.submesh.num_devices for stage in best.stages)
         between = [
             each
@@ -370,7 +371,7 @@ class _Search:
             if isinstance(each, Stages) and each.num_stages == num_stages and self.likely_s(each) >= self.enough_s
         )
         put_off = {each.num_microbatches: each.by_others_s for each in unlikely if each.by_others_s}
-        return put_off | self.times_of.get(num_stages, {})
+        return put_off | self.numbers.times_of.get(num_stages, {})
 
     def is_cut(self, num_microbatches: int) -> bool:
         """Return whether the layers of a number of microbatches are cut already."""
@@ -402,6 +403,8 @@ class _Search:
             self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
+            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and region.share == 1.0:
+                self.open = [each for each in self.open if not (isinstance(each, Stages) and each.joins(region))]
             return not isinstance(error, MemoryTooSmall)
         return True
 
@@ -474,9 +477,8 @@ class _Search:
         """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         share = min(region.share, self.memory_share_of(region.num_stages))
-        problem = replace(self.within_time(known.problem), share=share)
-        known = replace(known, problem=problem)
-        is_told = self.best is None or bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
+        known = replace(known, problem=(problem := replace(self.within_time(known.problem), share=share)))
+        is_told = bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
         first = not is_told and problem.method.effort != "thorough"
         least_share = _USUAL_SHARE if first else self.learned.least_share
         self.tried.add(count)
@@ -484,7 +486,7 @@ class _Search:
             self.closed_s = min(self.closed_s, max(region.bound_s, region.searched[1]))
             return
         below_s = self.best_s / least_share
-        found = stage_candidates(problem, known, count, region.num_stages, below_s)
+        found = stage_candidates(problem, known, count, region.num_stages, below_s, least_share)
         lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)]) if share == region.share else 0.0
         found.sort(key=lambda each: each.step_time_s)
         if first:
@@ -492,20 +494,13 @@ class _Search:
         else:
             self.closed_s = min(self.closed_s, max(region.bound_s, lower_s))
         if found or not first:
-            self.learn_numbers(region, found, below_s)
+            self.numbers.learn(region, found, below_s)
         for each in found:
             self.note(str(each), each.step_time_s)
             key = count, share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region))
-
-    def learn_numbers(self, region: Stages, found: Sequence[PipelineCandidate], below_s: float) -> None:
-        """Keep the time of the best stages for a number of microbatches, or what they take no less than."""
-        key, before = region.num_stages, self.best_of.get(region.num_stages)
-        self.times_of.setdefault(key, {})[region.num_microbatches] = found[0].step_time_s if found else below_s
-        if found and (before is None or found[0].step_time_s < before.step_time_s):
-            self.best_of[key] = found[0]
 
     def within_time(self, problem: StageProblem) -> StageProblem:
         """Return the problem with the deadline, once there is a plan to return."""
@@ -594,6 +589,9 @@ class _Search:
             self.learned.learn_step(candidate, simulated_s)
             sharded = sharded.needing(self.simulated.peak_bytes(plan))
             if sharded.peak_bytes <= sharded.memory_bytes:
+                if simulated_s < self.best_s:
+                    is_short = sharded.peak_bytes > _MUCH_MEMORY * sharded.memory_bytes
+                    self.numbers.short_below = candidate.layers.num_microbatches if is_short else 0
                 self.add(plan, str(candidate), simulated_s)
                 return
             self.learn_memory(region, sharded)

@@ -13,7 +13,7 @@ from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import place_in_groups
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import with_offload
-from autopar.compiler.planning.candidates import PipelineCandidate
+from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stage_layouts import StageLayouts, stage_shardings, with_input_specs
 from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
 from autopar.compiler.solver.solve import MAX_GAP

@@ -17,8 +17,9 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.candidates import PipelineCandidate, equal_counts, microbatch_counts, worth_splitting
+from autopar.compiler.planning.candidates import equal_counts, microbatch_counts, worth_splitting
 from autopar.compiler.planning.one_mesh import mesh_choices
+from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
@@ -81,6 +82,10 @@ class Stages:
     searched: tuple[float, float] | None = None
     """Once what may be better by its layers was searched: the share of them that it was taken to need at least, and
     seconds that no other stages undercut up to that share."""
+
+    def joins(self, others: Stages) -> bool:
+        """Return whether the microbatches are those of others joined: where the others do not fit, nor do these."""
+        return self.num_stages == others.num_stages and others.num_microbatches % self.num_microbatches == 0
 
     def __str__(self) -> str:
         few, most = self.num_stages

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.compiler.inter_op.bounds import most_stages
+from autopar.compiler.inter_op.bounds import most_stages, prefix_bounds
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
@@ -308,6 +308,21 @@ def test_too_little_memory_is_told_with_the_least_that_was_found() -> None:
     problem = even_problem(8, 8, memory_bytes=1.5)
     with pytest.raises(MemoryTooSmall, match=r"No partition of 8 layers.*its stage \d.*GiB are missing\.$"):
         search(problem)
+
+
+def test_that_nothing_fits_is_known_without_a_bound_for_every_number_of_stages(monkeypatch) -> None:
+    bounds: list[int] = []
+
+    def counted(*arguments, num_stages, **options):
+        bounds.append(num_stages)
+        return prefix_bounds(*arguments, num_stages=num_stages, **options)
+
+    monkeypatch.setattr("autopar.compiler.inter_op.search.prefix_bounds", counted)
+    problem = even_problem(32, 32, memory_bytes=13.0, virtual_stages=2, schedule="interleaved-zero-bubble")
+    problem["submeshes"] = problem["submeshes"][:2]
+    with pytest.raises(MemoryTooSmall):
+        search(problem)
+    assert len(bounds) < 12  # of 26 numbers and ranges of numbers of stages that bounds leave possible
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import autopar
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
-from autopar.compiler.planning.candidates import PipelineCandidate, stage_candidates
+from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.learned_times import LearnedTimes
+from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.space import Completion, Space, Stages

@@ -14,6 +14,7 @@ from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[
 from autopar.compiler.planning.space import Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
+from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from tests.compiler.planning.test_free_search import arguments, train_step
 
@@ -45,11 +46,11 @@ def test_numbers_beyond_one_that_takes_longer_are_not_reached(problem):
     every = reached()
     assert every == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
     region = next(each for each in state.open if isinstance(each, Stages) and each.num_microbatches == 8)
-    state.learn_numbers(dataclasses.replace(region, num_stages=(2, 2)), [best], math.inf)
+    state.numbers.learn(dataclasses.replace(region, num_stages=(2, 2)), [best], math.inf)
     assert reached() == [6, 8, 12]
-    state.times_of[2, 2][12] = 0.99 * _RISES * best.step_time_s
+    state.numbers.times_of[2, 2][12] = 0.99 * _RISES * best.step_time_s
     assert reached() == [6, 8, 12, 16]
-    state.times_of[2, 2][6] = 1.01 * _RISES * best.step_time_s
+    state.numbers.times_of[2, 2][6] = 1.01 * _RISES * best.step_time_s
     assert reached() == [6, 8, 12, 16]
     assert reached(attempt=1) == every
 
@@ -59,7 +60,7 @@ def test_numbers_that_are_unlikely_to_be_the_best_hide_none_beyond_them_whose_ti
     assert state.space.known is not None
     each = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
     found = min(each, key=lambda candidate: candidate.step_time_s)
-    state.learn_numbers(region_of(state, 8), [found], math.inf)
+    state.numbers.learn(region_of(state, 8), [found], math.inf)
     last = region_of(state, 3)
     assert not state.is_reached(last)
     for share, reached in ((0.99, True), (1.01, False)):
@@ -70,6 +71,40 @@ def test_numbers_that_are_unlikely_to_be_the_best_hide_none_beyond_them_whose_ti
         assert state.is_reached(last) is reached
         state.best_s = 2 * found.step_time_s
         assert not state.is_reached(last)
+
+
+def test_larger_microbatches_come_last_where_memory_is_short_and_stages_would_wait_for_them(problem):
+    state = _Search.of(problem, lambda plan: math.inf)
+    assert state.space.known is not None
+    found = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
+    best = max((each for each in found if each.timing.virtual_stages == 1), key=lambda each: len(each.stages))
+    fewer = [region_of(state, number) for number in (1, 2, 3, 4, 6, 12)]
+    assert not any(map(state.numbers.is_larger, fewer))
+    state.numbers.short_below = 8
+    assert [*map(state.numbers.is_larger, fewer)] == [True] * 5 + [False]
+    state.numbers.learn(region_of(state, 8), [best], math.inf)
+    waits = {number: (8 / number - 1) * best.waiting_share for number in (1, 2, 3, 4, 6, 12)}
+    assert waits[4] < 0.05 < waits[1]
+    assert [*map(state.numbers.is_larger, fewer)] == [each > 0.05 for each in waits.values()]
+    state.best_s = best.step_time_s
+    soon, late = (region_of(state, number) for number in (4, 1))
+    assert state.order(soon, soon.likely_s)[0] < state.best_s <= state.order(late, soon.likely_s)[0]
+
+
+def test_where_microbatches_do_not_fit_nor_do_they_joined(problem, monkeypatch):
+    state = _Search.of(problem, lambda plan: math.inf)
+
+    def too_large(region):
+        raise MemoryTooSmall("none fits")
+
+    monkeypatch.setattr(state, "search_stages", too_large)
+    assert not state.take(region_of(state, 24))
+    assert [each.num_microbatches for each in state.open if isinstance(each, Stages) and each.num_stages == (2, 2)] == [
+        *(16, 32, 48, 96)
+    ]
+    before = [*state.open]
+    assert not state.take(dataclasses.replace(region_of(state, 96), share=0.5))
+    assert state.open == before
 
 
 def region_of(state, num_microbatches):
