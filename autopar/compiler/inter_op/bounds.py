@@ -39,7 +39,8 @@ class PrefixBounds:
 
     cap_s: float
     transfer_s: StageArray  # [cut, source, target], V x; infinity where the cap forbids it
-    fastest_s: StageArray  # [submesh, start, stop, stages behind] of the choices that may occur
+    places: IntArray  # [submesh, start, stop] in fastest_s; the last one for a range that cannot occur
+    fastest_s: StageArray  # [place, stages behind] of the choices that may occur
     stages_before: IntArray  # [cut], at least so many
     devices_before: IntArray
     before_s: StageArray  # [cut, submesh behind, units of each group, ..., stages behind]
@@ -50,7 +51,7 @@ class PrefixBounds:
     @cached_property
     def furthest(self) -> IntArray:
         """For each layer, the end of the longest stage that starts with it; the layer where there is none."""
-        there = np.asarray(np.isfinite(self.fastest_s[..., 0]).any(axis=0))
+        there = np.asarray((self.places < len(self.fastest_s) - 1).any(axis=0))
         count, ends = there.shape
         return np.where(there.any(axis=1), ends - 1 - there[:, ::-1].argmax(axis=1), np.arange(count))
 
@@ -102,21 +103,22 @@ def prefix_bounds(
     if devices_before[-1] > tables.num_devices:
         return None
     crossing_s = _crossings(tables, cap_s)
-    fastest_s = _fastest(np.where(allowed, tables.warmup_s, np.inf), limits, num_behind)
+    places, fastest_s = _fastest(tables.warmup_s, allowed, limits, num_behind)
     available = np.array(tables.available) // units
     highs = [n - each for n, each in zip(available, _least_behind(weights[2:]), strict=True)]
-    before_s = _relaxed(fastest_s, crossing_s, possible, sizes, available, lows, highs)
+    before_s = _relaxed(places, fastest_s, crossing_s, possible, sizes, available, lows, highs)
     if not np.isfinite(before_s[-1, -1, ..., 0].flat[-1]):
         return None
     return PrefixBounds(
         cap_s=cap_s,
         transfer_s=crossing_s,
+        places=places,
         fastest_s=fastest_s,
         stages_before=stages_before,
         devices_before=devices_before,
         before_s=before_s,
         units=units,
-        update_s=float(np.where(allowed, tables.update_s, np.inf)[:, 0].min()),
+        update_s=float(np.where(allowed[:, 0], tables.update_s[:, 0], np.inf).min()),
         exposed_share=_exposed_share(tables, allowed),
     )
 
@@ -158,15 +160,22 @@ def _allowed(usable: NDArray[np.bool_], limits: IntArray) -> NDArray[np.bool_]:
     return allowed
 
 
-def _fastest(warmup_s: StageArray, limits: IntArray, num_behind: int) -> StageArray:
-    """[submesh, start, stop, stages behind]: the least warm-up of a choice that fits with so many stages behind it."""
-    if num_behind == 1:
-        return warmup_s.min(axis=-1)[..., None]
-    fastest_s = np.full((*warmup_s.shape[:-1], num_behind), np.inf)
-    for each_s, limit in zip(np.moveaxis(warmup_s, -1, 0), np.moveaxis(limits, -1, 0), strict=True):
-        there = (*np.indices(limit.shape, sparse=True), np.clip(limit, 0, num_behind - 1))
-        fastest_s[there] = np.minimum(fastest_s[there], each_s)
-    return np.minimum.accumulate(fastest_s[..., ::-1], axis=-1)[..., ::-1].copy()
+def _fastest(
+    warmup_s: StageArray, allowed: NDArray[np.bool_], limits: IntArray, num_behind: int
+) -> tuple[IntArray, StageArray]:
+    """The place of each range, and there the least warm-up of a choice that fits with so many stages behind it."""
+    possible = allowed.any(axis=-1)
+    there = np.nonzero(possible)
+    count = len(there[0])
+    places = np.full(possible.shape, count)
+    places[there] = rows = np.arange(count)
+    each_s = np.where(allowed[there], warmup_s[there], np.inf)
+    limit = np.clip(limits[there], 0, num_behind - 1)
+    fastest_s = np.full((count + 1, num_behind), np.inf)
+    for choice in range(each_s.shape[-1]):
+        at = rows, limit[:, choice]
+        fastest_s[at] = np.minimum(fastest_s[at], each_s[:, choice])
+    return places, np.minimum.accumulate(fastest_s[:, ::-1], axis=-1)[:, ::-1].copy()
 
 
 def _least_weights(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
@@ -196,9 +205,7 @@ def _least_behind(least_weights: IntArray) -> IntArray:
 
 def _exposed_share(tables: CostTables, allowed: NDArray[np.bool_]) -> float:
     """Return the least share of warm-ups and transfers in which stages behind cannot have ended."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        hidden = np.where(tables.return_s > 0, tables.return_s / tables.warmup_s, 0.0)
-    most = float(hidden[allowed].max(initial=0.5 / tables.timing.virtual_stages))
+    most = float(tables.hidden_share[allowed].max(initial=0.5 / tables.timing.virtual_stages))
     return max(0.0, 1.0 - most)
 
 
@@ -218,6 +225,7 @@ def _units(tables: CostTables, possible: NDArray[np.bool_], num_behind: int) -> 
 
 
 def _relaxed(
+    places: IntArray,
     fastest_s: StageArray,
     crossing_s: StageArray,
     possible: NDArray[np.bool_],
@@ -230,7 +238,7 @@ def _relaxed(
 
     `sizes` [submesh, group], `available` [group] and what can be before each cut are in units.
     """
-    count, num_layers, _, num_behind = fastest_s.shape
+    (count, num_layers, _), num_behind = places.shape, fastest_s.shape[-1]
     one_more = int(num_behind > 1)  # the last number of stages behind stands for all larger ones, too
     before_s = np.full((num_layers + 1, count + 1, *(available + 1), num_behind + one_more), np.inf)
     before_s[0] = 0.0
@@ -254,7 +262,7 @@ def _relaxed(
             sums = room[: end - begin, *[slice(b + 1 - a) for a, b, _, _ in of], :most_behind]
             earlier = [slice(a - mine, b + 1 - mine) for a, b, mine, _ in of]
             earlier_s = before_s[begin:end, m, *earlier, one_more : one_more + most_behind]
-            np.add(earlier_s, fastest_s[m, begin:end, stop, :most_behind][units], out=sums)
+            np.add(earlier_s, fastest_s[places[m, begin:end, stop], :most_behind][units], out=sums)
             np.minimum.reduce(sums, out=ending_s[m, *[slice(a - least, b + 1 - least) for a, b, _, least in of]])
         crossed_s = np.minimum.reduce(ending_s[:, None] + crossing_s[stop, :count][..., *units[1:], None])
         there = before_s[stop, :, *[slice(least, most + 1) for least, most in zip(low, high)]]
@@ -272,7 +280,8 @@ def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, in
         here, earlier = bounds.with_behind(len(path)), bounds.with_behind(len(path) + 1)
         for m, size in enumerate(sizes):
             if (size <= left).all():
-                sums = bounds.before_s[:stop, m, *(left - size), earlier] + bounds.fastest_s[m, :stop, stop, here]
+                earlier_s = bounds.before_s[:stop, m, *(left - size), earlier]
+                sums = earlier_s + bounds.fastest_s[bounds.places[m, :stop, stop], here]
                 start = int(sums.argmin())
                 best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
         _, start, m = best

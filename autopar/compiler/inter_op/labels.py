@@ -125,7 +125,7 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels | N
     enough &= left.sum(axis=1)[:, None] - sizes >= bounds.devices_before[start]
     crossing_s = bounds.transfer_s[labels.cut, : len(sizes), labels.submesh]
     behind = bounds.with_behind(labels.stages)
-    sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut, behind].T
+    sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[bounds.places[:, start, labels.cut], behind].T
     stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
     parents, m = np.nonzero(enough & stages_fit[:, None] & np.isfinite(sum_s))
     if not parents.size:

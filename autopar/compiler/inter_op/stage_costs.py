@@ -301,6 +301,12 @@ class CostTables:
         return self.tables[submesh].cost(start, stop, choice)
 
     @cached_property
+    def hidden_share(self) -> StageArray:
+        """The share of a warm-up by which the last task of a stage ends behind that of the next one."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.return_s > 0, self.return_s / self.warmup_s, 0.0)
+
+    @cached_property
     def sizes(self) -> IntArray:
         """The devices of each submesh."""
         return np.array(self.devices, dtype=np.int64)

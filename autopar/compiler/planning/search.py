@@ -42,7 +42,7 @@ from autopar.compiler.planning.learned_numbers import LearnedNumbers
 from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes, memory_kind
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
-from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
+from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers
@@ -486,7 +486,8 @@ class _Search:
             self.closed_s = min(self.closed_s, max(region.bound_s, region.searched[1]))
             return
         below_s = self.best_s / least_share
-        found = stage_candidates(problem, known, count, region.num_stages, below_s, least_share)
+        whole_share = least_share if first else WHOLE_SHARE
+        found = stage_candidates(problem, known, count, region.num_stages, below_s, whole_share)
         lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)]) if share == region.share else 0.0
         found.sort(key=lambda each: each.step_time_s)
         if first:
