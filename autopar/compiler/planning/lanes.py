@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, place_in_groups
@@ -37,6 +38,8 @@ from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 Lane = tuple[Stage, ...]
 """The stages of a lane, each on a mesh of its own."""
 
+_HARDLY_LONGER = 1.1
+"""Times the time of the best shares by the formula, which knows no waiting for links: others may be better."""
 _SHARES = (1.0, 0.85, 0.7)
 """Of the memory of a device, for the layers of a stage in a pipeline: as a whole they may need more."""
 
@@ -63,8 +66,7 @@ def lanes_of_machines(
         except MemoryTooSmall as error:
             shortages.append(error)
             continue
-        if found is not None:
-            yield found
+        yield from found
         if len(tried) > 1:
             return
     if len(shortages) == len(tried):
@@ -93,10 +95,11 @@ def _best_pipelines(ranges: RangeCosts, below_s: float) -> list[Lane]:
     return lanes
 
 
-def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> ShardedLanes | None:
-    """Return these lanes with the best shares; None where all microbatches are best left to one of them.
+def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[ShardedLanes]:
+    """Return these lanes with the best shares, and with others that by the formula take hardly longer.
 
-    Raises `MemoryTooSmall` if the step does not fit on the devices of a lane.
+    None are returned where all microbatches are best left to one of them. Raises `MemoryTooSmall` if the step does not
+    fit on the devices of a lane with the best shares.
     """
     count = ranges.layers.num_microbatches
     even = [count // len(lanes) + (lane < count % len(lanes)) for lane in range(len(lanes))]
@@ -108,8 +111,29 @@ def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> ShardedLanes
     shares = minmax_split([first.table(lane) for lane in range(len(lanes))], count)
     kept = [lane for lane, share in enumerate(shares) if share]
     if len(kept) < 2 or kept[0]:
-        return None
-    return ShardedLanes.of(ranges, [lanes[lane] for lane in kept], [shares[lane] for lane in kept])
+        return []
+    lanes = [lanes[lane] for lane in kept]
+    found = [ShardedLanes.of(ranges, lanes, [shares[lane] for lane in kept])]
+    if (other := _next_best_shares(found[0])) is not None:
+        with suppress(MemoryTooSmall):
+            found.append(ShardedLanes.of(ranges, lanes, other))
+    return found
+
+
+def _next_best_shares(best: ShardedLanes) -> list[int] | None:
+    """Return the best shares with one microbatch in another lane; None if they take clearly longer by the formula."""
+    shares, tables = best.bare.shares, [best.table(lane) for lane in range(len(best.bare.shares))]
+    others = [
+        [share - (lane == source) + (lane == target) for lane, share in enumerate(shares)]
+        for source, target in permutations(range(len(shares)), 2)
+        if shares[source] > 1
+    ]
+
+    def seconds(each: Sequence[int]) -> float:
+        return max(table[share] for table, share in zip(tables, each, strict=True))
+
+    other = min(others, key=seconds, default=None)
+    return other if other is not None and seconds(other) <= _HARDLY_LONGER * seconds(shares) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

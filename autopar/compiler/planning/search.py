@@ -200,7 +200,7 @@ class _Search:
             region = self.next_region()
             if region is None:
                 break
-            if isinstance(region, Stages) and not region.searched and self.is_put_off(region):
+            if isinstance(region, Stages) and (self.is_done(region) if region.searched else self.is_put_off(region)):
                 continue
             if not self.space.is_there(region):
                 self.open = [each for each in self.open if self.space.is_there(each)]
@@ -473,6 +473,15 @@ class _Search:
         self.open[self.open.index(region)] = later
         return True
 
+    def is_done(self, region: Stages) -> bool:
+        """Close a region that was searched, if stages gain no more than they were taken to; return whether it is."""
+        least_share, least_s = region.searched or (0.0, 0.0)
+        if self.learned.least_share < least_share:
+            return False
+        self.open.remove(region)
+        self.closed_s = min(self.closed_s, max(region.bound_s, least_s))
+        return True
+
     def search_stages(self, region: Stages) -> None:
         """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
@@ -482,9 +491,6 @@ class _Search:
         first = not is_told and problem.method.effort != "thorough"
         least_share = _USUAL_SHARE if first else self.learned.least_share
         self.tried.add(count)
-        if region.searched and least_share >= region.searched[0]:
-            self.closed_s = min(self.closed_s, max(region.bound_s, region.searched[1]))
-            return
         below_s = self.best_s / least_share
         whole_share = least_share if first else WHOLE_SHARE
         found = stage_candidates(problem, known, count, region.num_stages, below_s, whole_share)

@@ -256,7 +256,7 @@ def these_pipelines(monkeypatch, tmp_path):
                     for (start, stop, _), mesh in zip(shape, meshes, strict=True)
                 ]
                 lanes.append(tuple(Stage(start=a, stop=b, submesh=mesh, cost=cost) for a, b, mesh, cost in each))
-            yield planning_lanes._with_best_shares(ranges, lanes)
+            yield from planning_lanes._with_best_shares(ranges, lanes)
 
         with monkeypatch.context() as patched:
             patched.setattr(search, "lanes_of_machines", given)
@@ -287,6 +287,25 @@ def test_machines_run_the_pipelines_that_suit_them_side_by_side_where_that_is_fa
     assert found.plan.stages_in_words() == shape and shape in found.plan.choice()
     assert found.simulate().step_time_s < without_pipelines(there).simulate().step_time_s
     check_runs(found, there)
+
+
+def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(monkeypatch):
+    met = {}
+
+    def recorded(*arguments):
+        for each in planning_lanes.lanes_of_machines(*arguments):
+            met[each.bare.shares] = each
+            yield each
+
+    monkeypatch.setattr(search, "lanes_of_machines", recorded)
+    there = hosts(16e6, inside=1e9, between=1e9, counts=(4, 4), per_host=2)
+    found = planned_deep(there)
+    assert set(met) == {(6, 2), (5, 3)} and found.plan.shares == (5, 3)
+    by_formula, chosen = met[6, 2], met[5, 3]
+    assert max(by_formula.table(0)[6], by_formula.table(1)[2]) < max(by_formula.table(0)[5], by_formula.table(1)[3])
+    assert chosen.plan().stages == found.plan.stages
+    other = autopar.parallelize(DEEP, method=by_formula.plan(), cluster=there).trace(DEEP_STATE, DEEP_BATCH).plan()
+    assert found.simulate().step_time_s < other.simulate().step_time_s
 
 
 @pytest.mark.parametrize(
