@@ -289,7 +289,7 @@ def test_machines_run_the_pipelines_that_suit_them_side_by_side_where_that_is_fa
     check_runs(found, there)
 
 
-def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(monkeypatch):
+def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(monkeypatch, tmp_path):
     met = {}
 
     def recorded(*arguments):
@@ -298,6 +298,7 @@ def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(mo
             yield each
 
     monkeypatch.setattr(search, "lanes_of_machines", recorded)
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # where no such plan is known
     there = hosts(16e6, inside=1e9, between=1e9, counts=(4, 4), per_host=2)
     found = planned_deep(there)
     assert set(met) == {(6, 2), (5, 3)} and found.plan.shares == (5, 3)
