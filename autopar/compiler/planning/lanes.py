@@ -96,7 +96,7 @@ def _best_pipelines(ranges: RangeCosts, below_s: float) -> list[Lane]:
 
 
 def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[ShardedLanes]:
-    """Return these lanes with the best shares, and with others that by the formula take hardly longer.
+    """Return these lanes with the best shares, and with the next best if by the formula they take hardly longer.
 
     None are returned where all microbatches are best left to one of them. Raises `MemoryTooSmall` if the step does not
     fit on the devices of a lane with the best shares.

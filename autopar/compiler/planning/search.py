@@ -75,8 +75,7 @@ _OTHER_MESH_SHARE = 0.97
 _MUCH_LESS = 0.9
 """Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
-"""Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer; where
-stages need more, fewer and larger ones rarely take less."""
+"""Of a budget. A plan that needs less gains nothing by more microbatches, one that needs more rarely by larger ones."""
 _USUAL_SHARE = 0.97
 """Of the time of stages by their layers, what they usually take at least as a whole."""
 _RISES = 1.002
@@ -173,7 +172,7 @@ class _Search:
     """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
     known: the times by the number of equal stages."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
-    """The same, of numbers of microbatches."""
+    """What stages for some numbers of microbatches tell of others."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -403,8 +402,8 @@ class _Search:
             self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
-            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and region.share == 1.0:
-                self.open = [each for each in self.open if not (isinstance(each, Stages) and each.joins(region))]
+            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and self.share_of(region) == 1.0:
+                self.open = self.space.without_joined(self.open, region)
             return not isinstance(error, MemoryTooSmall)
         return True
 
@@ -485,8 +484,9 @@ class _Search:
     def search_stages(self, region: Stages) -> None:
         """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
-        share = min(region.share, self.memory_share_of(region.num_stages))
-        known = replace(known, problem=(problem := replace(self.within_time(known.problem), share=share)))
+        share = self.share_of(region)
+        problem = replace(self.within_time(known.problem), share=share)
+        known = replace(known, problem=problem)
         is_told = bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
         first = not is_told and problem.method.effort != "thorough"
         least_share = _USUAL_SHARE if first else self.learned.least_share
@@ -667,10 +667,11 @@ class _Search:
                 self.open = [each for each in self.open if each not in mine]
                 self.open.append(replace(region, share=share, attempt=1, likely_s=likely_s))
 
-    def memory_share_of(self, num_stages: tuple[int, int]) -> float:
-        """Return the share of the memory that some of these numbers of stages may need by their layers to fit."""
-        few, most = num_stages
-        return max(self.memory_shares.get((number, False), 1.0) for number in range(few, most + 1))
+    def share_of(self, region: Stages) -> float:
+        """Return the share of the memory that some stages of a region may need by their layers to fit."""
+        few, most = region.num_stages
+        seen = max(self.memory_shares.get((number, False), 1.0) for number in range(few, most + 1))
+        return min(region.share, seen)
 
     def add(self, plan: Plan, words: str, step_time_s: float, *, beside: bool = False) -> None:
         """Keep the plan if it is the fastest so far; beside the others until they are all looked at, if it asks so."""

@@ -8,7 +8,7 @@ What the user fixes takes regions away, and adds none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -84,7 +84,7 @@ class Stages:
     seconds that no other stages undercut up to that share."""
 
     def joins(self, others: Stages) -> bool:
-        """Return whether the microbatches are those of others joined: where the others do not fit, nor do these."""
+        """Return whether the microbatches are those of others joined."""
         return self.num_stages == others.num_stages and others.num_microbatches % self.num_microbatches == 0
 
     def __str__(self) -> str:
@@ -354,6 +354,15 @@ class Space:
             return []
         more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
         return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []
+
+    def without_joined(self, regions: Sequence[Region], too_large: Stages) -> list[Region]:
+        """Return regions without those whose microbatches are some that do not fit, joined: they need no less memory.
+
+        Less they may need where some devices of a stage have none of a microbatch's rows, but have of several joined.
+        """
+        if self.rows < too_large.num_microbatches * self.problem.num_devices:
+            return [*regions]
+        return [each for each in regions if not (isinstance(each, Stages) and each.joins(too_large))]
 
     def is_there(self, region: Region) -> bool:
         """Return false for several microbatches where there is nothing in them: the first number asked for tells."""

@@ -98,6 +98,13 @@ def test_where_microbatches_do_not_fit_nor_do_they_joined(problem, monkeypatch):
         raise MemoryTooSmall("none fits")
 
     monkeypatch.setattr(state, "search_stages", too_large)
+    before = [*state.open]
+    assert state.space.rows == 96 and not state.take(region_of(state, 48))  # of two rows, for up to four devices
+    assert state.open == before
+    state.memory_shares[2, False] = 0.9
+    assert not state.take(region_of(state, 24))  # for which only less than all memory was looked at
+    assert state.open == before
+    del state.memory_shares[2, False]
     assert not state.take(region_of(state, 24))
     assert [each.num_microbatches for each in state.open if isinstance(each, Stages) and each.num_stages == (2, 2)] == [
         *(16, 32, 48, 96)
