@@ -6,6 +6,8 @@ Loops and branches have programs of their own, whose arrays come on top of what 
              stacked is copied out as soon as it is made; the carry is written over if nobody reads it any more
     while    the same, without stacks
     others   operands are those outside; results only join them at the end
+
+The place of an input that is read from a copy is free until the result that takes it: other arrays lie there meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import cached_property
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.memory.liveness import Key, Lifetimes, Op, lifetimes
+from autopar.compiler.memory.liveness import Key, Lifetime, Lifetimes, Op, lifetimes
 from autopar.compiler.memory.ordering import order_ops
 from autopar.compiler.spmd.local_program import Action
 from autopar.hardware.machine import Machine
@@ -48,6 +50,8 @@ class MemoryProgram:
     border: Border
     actions: Sequence[Action]
     """By op, what it was listed from."""
+    vacated: Collection[Key] = ()
+    """The inputs that are read from copies but by what makes these, so that other arrays may lie in their places."""
     deferred: int | None = None
     """The first op that waits until everything else is done, once the program is ordered."""
 
@@ -84,6 +88,30 @@ class MemoryProgram:
         return lives.moved(-1)
 
     @cached_property
+    def housed(self) -> frozenset[Key]:
+        """The arrays that lie in the places of inputs, between the copy of one and the result that takes its place.
+
+        The largest come first, each to the smallest place where it fits.
+        """
+        free: list[tuple[float, list[Lifetime]]] = []
+        for output, old in replaced(self.inputs, self.outputs, self.border):
+            mine, given = self.lives.whole.get(self.lives.roots.get(output, output)), self.lives.whole.get(old)
+            if old in self.vacated and mine is not None and given is not None and mine.start > given.stop:
+                ends = [Lifetime(start=-1, stop=given.stop), Lifetime(start=mine.start, stop=len(self.ops) + 1)]
+                free.append((self.nbytes[old], ends))
+        free.sort(key=lambda place: place[0])
+        found: set[Key] = set()
+        made = ((key, life) for key, life in self.lives.whole.items() if life.allocated and life.stop > life.start)
+        for key, life in sorted(made, key=lambda each: -self.nbytes[each[0]]) if free else ():
+            for nbytes, lives in free:
+                apart = all(life.stop <= other.start or other.stop <= life.start for other in lives)
+                if nbytes >= self.nbytes[key] and apart:
+                    lives.append(life)
+                    found.add(key)
+                    break
+        return frozenset(found)
+
+    @cached_property
     def worst_inside(self) -> dict[int, Moment]:
         """By op, the worst moment of the programs that it runs."""
         return {
@@ -94,9 +122,9 @@ class MemoryProgram:
     @cached_property
     def levels(self) -> list[float]:
         """Bytes in memory at every time, inputs aside."""
-        changes = [0.0] * (len(self.ops) + 2)
+        changes, housed = [0.0] * (len(self.ops) + 2), self.housed
         for key, life in self.lives.whole.items():
-            if life.allocated:
+            if life.allocated and key not in housed:
                 changes[max(life.start, 0)] += self.nbytes[key]
                 changes[max(life.stop, 0)] -= self.nbytes[key]
         levels = list(itertools.accumulate(changes))
@@ -148,9 +176,10 @@ def worst_moments(program: MemoryProgram, count: int) -> list[Moment]:
 
 
 def alive(moment: Moment) -> list[Key]:
-    """Return the arrays in memory at a moment, without inputs and what is inside."""
-    lives = moment.program.lives.whole
-    return [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
+    """Return the arrays in memory at a moment, without inputs, what lies in their places, and what is inside."""
+    lives, housed = moment.program.lives.whole, moment.program.housed
+    there = [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
+    return [key for key in there if key not in housed]
 
 
 def replaced(inputs: Sequence[Key | None], outputs: Sequence[Key | None], border: Border) -> Iterator[tuple[Key, Key]]:

@@ -30,6 +30,7 @@ from autopar.compiler.jaxprs.primitives import (
     REDUCTIONS,
     REMAT,
     SELECTIONS,
+    WINDOWS,
 )
 from autopar.compiler.jaxprs.strides import reads_transposed, reorders_images, writes_transposed
 from autopar.compiler.memory.allocation import (
@@ -57,6 +58,8 @@ from autopar.hardware.machine import Machine
 
 _READ_ANY_ORDER = MATRIX_PRODUCTS | REDUCTIONS
 """Equations that read the dimensions of an array in any order."""
+_KEEP_ORDER = ("all-reduce", "collective-permute")
+"""Collectives that take arrays in any order of their dimensions."""
 _KEPT_GROWTH = 2.0
 """How many times as large as what it is computed from an exponential is kept: in float32, of bfloat16."""
 
@@ -106,7 +109,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
     if mesh_costs.machine.fuses_products:
         lister.keep()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
-    lister.hold(replaced(inputs, outputs, border))
+    vacated = lister.hold(replaced(inputs, outputs, border))
     return MemoryProgram(
         ops=lister.ops,
         inputs=inputs,
@@ -115,6 +118,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         inner=lister.inner,
         border=border,
         actions=lister.actions,
+        vacated=vacated,
     ).order_ops(mesh_costs.machine)
 
 
@@ -136,7 +140,7 @@ class _Lister:
     zeros: set[Value] = field(default_factory=set[Value])
     """Values whose windows have gradients, which GPUs add to zeros."""
     sent: set[Value] = field(default_factory=set[Value])
-    """What collectives make."""
+    """What collectives make in an order of dimensions of their own."""
     ordered: set[Value] = field(default_factory=set[Value])
     """Values that something reads to which the order of dimensions matters: no product, no reduction."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
@@ -164,7 +168,7 @@ class _Lister:
         """Note what an action reads in one order, sends, reverses, has in another form, or adds to zeros."""
         if not (isinstance(action, Evaluate) and action.eqn.primitive.name in _READ_ANY_ORDER):
             self.ordered.update(v for v in action_values(action)[1])
-        if isinstance(action, Reshard) and collective_of(action.steps):
+        if isinstance(action, Reshard) and (kind := collective_of(action.steps)) and kind not in _KEEP_ORDER:
             self.sent.add(action.result)
         match action:
             case Reshard(operand=Value() as operand, result=result) if action.source == result.layout:
@@ -277,6 +281,8 @@ class _Lister:
             self.note(value)
         if self.machine.transposes_kernels and isinstance(action, Evaluate):
             self._transpose_kernel(action)
+            for copy in self._reordered(action).values():
+                self._copy(action, Op("apart", self._keys(copy.value), (copy,)))
         op = self._op(action)
         if isinstance(action, Reshard) and op.results and self._transposes(action):
             op = op._replace(workspace=self.nbytes[op.results[0]])
@@ -307,9 +313,16 @@ class _Lister:
         if writes_transposed(action.eqn):
             self.transposed.update(self._keys(*action.results))
         copy = self._transposed_kernel(action)
-        if copy is not None and copy not in self.nbytes:
+        if copy is not None:
+            self._copy(action, Op("fused", self._keys(copy.value), (copy,), expensive=True))
+
+    def _copy(self, action: Evaluate, op: Op) -> None:
+        """Add an op that makes the copy of an array that an action reads, unless there is one already."""
+        (copy,) = op.results
+        assert isinstance(copy, BlockValue)
+        if copy not in self.nbytes:
             self.nbytes[copy] = value_bytes(copy.value, self.mesh)
-            self.ops.append(Op("fused", self._keys(copy.value), (copy,), expensive=True))
+            self.ops.append(op)
             self.actions.append(action)
 
     def _transposed_kernel(self, action: Evaluate) -> BlockValue | None:
@@ -321,8 +334,11 @@ class _Lister:
             return None
         return BlockValue(self.block, self._source(kernel), twin=True)
 
-    def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> None:
-        """Have updates that transpose gradients read copies of the state: those for libraries, or early ones."""
+    def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> set[Hashable]:
+        """Have updates that transpose gradients read copies of the state: those for libraries, or early ones.
+
+        Return the arrays that have copies for libraries.
+        """
         _, roots = self._read_by(lambda op: False)
         twins: dict[Hashable, BlockValue] = {}
         updated: dict[Hashable, int] = {}
@@ -341,6 +357,7 @@ class _Lister:
         actions = [self.actions[updated[key]] for key in held]
         self.ops[:0], self.actions[:0] = copies, actions
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
+        return twins.keys() - updated
 
     def _op(self, action: Action) -> Op:
         match action:
@@ -356,12 +373,15 @@ class _Lister:
                     seconds=self._reshard_s(action, kind),
                     steps=steps,
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
+                    keeps_order=kind in _KEEP_ORDER,
                     behind_barrier=action.after is not None,
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)
                 if (copy := self._transposed_kernel(action)) is not None:
                     reads = (*self._keys(action.operands[0]), copy)
+                if copies := self._reordered(action):
+                    reads = tuple(copies.get(key, key) for key in reads)
                 if eqn.primitive.name == ADDED_TO_ZEROS and isinstance(action.operands[1], Value):
                     zeros = BlockValue(self.block, self._source(action.operands[1]), twin=True)
                     reads = (*reads, zeros) if zeros in self.nbytes else reads
@@ -375,9 +395,9 @@ class _Lister:
                     growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
                     reorders=self._reorders(eqn),
+                    keeps_order=eqn.primitive.name in WINDOWS | SELECTIONS,
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)
-                    + self._reordered_bytes(action)
                     + self._gradient_sums_bytes(action),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
                     if eqn.primitive.name in PRODUCTS
@@ -413,14 +433,16 @@ class _Lister:
         images: Any = eqn.invars[0].aval
         return reorders_images(eqn, self.machine.has_channels_last(images.dtype.name))
 
-    def _reordered_bytes(self, action: Evaluate) -> float:
-        """Return the bytes of copies of what a library reads in another order than a collective makes it in.
+    def _reordered(self, action: Evaluate) -> dict[Hashable, BlockValue]:
+        """Return the copies of what a library reads in another order than a collective makes it in, by array.
 
         Kernels that compute something write it in that order.
         """
         if not self._reorders(action.eqn):
-            return 0.0
-        return sum(value_bytes(v, self.mesh) for v in action.operands if isinstance(v, Value) and v in self.sent)
+            return {}
+        sent = [v for v in action.operands if isinstance(v, Value) and v in self.sent]
+        kernel = self._transposed_kernel(action)
+        return {key: copy for v in sent if (key := self.key(v)) and (copy := key._replace(twin=True)) != kernel}
 
     def _gradient_sums_bytes(self, action: Evaluate) -> float:
         """Return the bytes in which a kernel of attention sums the gradients of its queries."""

@@ -6,7 +6,9 @@ Products, collectives, loops, sorts stand apart: what they read and make is in m
 what it reads only has its result there. Elementwise equations are fused into their readers, which then read what these
 are computed from, later. A fused array is in memory only if an op apart reads it, if it is a result, or if it would be
 computed twice and is expensive (an exponential, say). XLA fuses an array into all of its readers or into none: where an
-op apart reads it, so do the others. An op that reorders reads a copy of its own, and others go on to compute theirs.
+op apart reads it, so do the others. A library that has arrays in another order of dimensions than programs makes its
+results so, and what is computed of these alone is so, too. Of other arrays it reads a copy, as gathers do of its own,
+and others go on to compute theirs.
 
 A `constant` is one number all over: whoever reads it fills it in.
 
@@ -73,7 +75,9 @@ class Op(NamedTuple):
     behind_barrier: bool = False
     """What it reads is held in memory by a barrier in front of it, though it is fused."""
     reorders: bool = False
-    """It reads arrays in another order of dimensions than others do, by copies of its own."""
+    """It is of a library that reads and writes arrays in another order of dimensions than programs have them."""
+    keeps_order: bool = False
+    """It reads arrays in any order of dimensions, and its results have that order."""
     steps: Hashable = ()
     """Of a collective: what it does, equal for those that may be one."""
 
@@ -158,13 +162,17 @@ class _Program:
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
     reordering: bool = False
-    """Some op reads arrays in an order of its own."""
+    """Some op is of a library that has arrays in an order of its own."""
+    reordered: set[Key] = field(default_factory=set[Key])
+    """The arrays that have that order."""
     constants: set[Key] = field(default_factory=set[Key])
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
     parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
 
     def run(self, inputs: tuple[Key, ...]) -> Lifetimes:
         self._note_readers()
+        if self.reordering:
+            self._note_orders(inputs)
         for key in inputs:
             self._begin(key, -1)
         for time, op in enumerate(self.ops):
@@ -185,6 +193,22 @@ class _Program:
                     self.readers.setdefault(key, []).append(time)
         for key in map(self._root, self.outputs):
             self.readers.setdefault(key, []).append(len(self.ops))
+
+    def _note_orders(self, inputs: tuple[Key, ...]) -> None:
+        """Find what has the order of libraries: what they make, and what is computed of that alone."""
+        made = set(inputs)
+        for op in self.ops:
+            for key in op.results if op.kind not in ("view", "form", "constant") else ():
+                own = op.reorders
+                if op.kind == "fused" or op.keeps_order:
+                    reads = [k for k in map(self._root, op.reads) if k in made]
+                    large = [k for k in reads if self.extent[k] * _LARGE >= self.extent[key]]
+                    if not large:
+                        continue
+                    own = self.reordered.issuperset(large)
+                made.add(key)
+                if own:
+                    self.reordered.add(key)
 
     def _root(self, key: Key) -> Key:
         return self.roots.get(key, key)
@@ -271,7 +295,7 @@ class _Program:
         """
         apart = [time for time in readers if self._wants(time, key)]
         several = sum(self.extent[self._root(place)] * _LARGE >= self.extent[key] for place in sources) > 1
-        if not several and all(map(self._reorders, apart)):
+        if not several and all(self._reorders(time, key) for time in apart):
             return False
         return bool(apart) or (several and self._is_read_in_two_orders(readers))
 
@@ -283,14 +307,22 @@ class _Program:
         return self._is_apart(time) or (self.ops[time].kind == "product" and key in self.smaller)
 
     def _is_read_in_two_orders(self, readers: Sequence[int]) -> bool:
-        """Return true if what is computed of an array is read by ops that reorder it, and by others."""
+        """Return true if what is computed of an array is read by copies in another order, and else by fused ops."""
         if not self.reordering:
             return False
         made = [key for time in readers if time < len(self.ops) for key in self.ops[time].results]
-        return any(len({self._reorders(time) for time in self.readers.get(key, ())}) > 1 for key in made)
+        return any(self._is_copied_in_part(key) for key in made)
 
-    def _reorders(self, time: int) -> bool:
-        return time < len(self.ops) and self.ops[time].reorders
+    def _is_copied_in_part(self, key: Key) -> bool:
+        copied = {time: self._reorders(time, key) for time in self.readers.get(key, ())}
+        return {*copied.values()} == {True, False} and not any(self._wants(t, key) for t, c in copied.items() if not c)
+
+    def _reorders(self, time: int, key: Key) -> bool:
+        """Return true if an op reads a copy of an array in another order of dimensions."""
+        if not self.reordering or time >= len(self.ops):
+            return False
+        op, own = self.ops[time], key in self.reordered
+        return (op.reorders and not own) or (bool(op.collective) and not op.keeps_order and own)
 
     def _is_summed(self, key: Key) -> bool:
         """Return true if a reduction sums an array, or what is computed of it alone for that."""

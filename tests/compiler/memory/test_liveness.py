@@ -100,17 +100,50 @@ def test_what_an_op_apart_reads_is_read_there_by_all(reads: str, reorders: bool,
     assert spans(ops, inputs="xwy", outputs="cd")["b"] == kept
 
 
-@pytest.mark.parametrize(("reader", "kept"), [("c", {"b", "c"}), ("b", {"c"})])
-def test_what_is_computed_of_several_arrays_for_two_orders_is_kept(reader: str, kept: set[str]):
+@pytest.mark.parametrize(
+    ("reader", "library", "kept"),
+    [
+        pytest.param("c", False, {"b", "c"}, id="in two orders"),
+        pytest.param("b", False, {"c"}, id="copied alone"),
+        pytest.param("c", True, {"c"}, id="in the order in which it is made"),
+    ],
+)
+def test_what_is_computed_of_several_arrays_for_two_orders_is_kept(reader: str, library: bool, kept: set[str]):
     ops = [
-        PRODUCT,
-        Op("fused", ("a", "y"), ("b",)),
+        PRODUCT._replace(reorders=library),
+        PRODUCT._replace(results=("g",), reorders=library),
+        Op("fused", ("a", "g"), ("b",)),
         Op("fused", ("b",), ("c",)),
         Op("apart", ("c",), ("d",), reorders=True),
         Op("reduction", (reader,), ("e",)),
         Op("reduction", ("b",), ("f",)),
     ]
-    assert kept == {"b", "c"} & set(spans(ops, inputs="xwy", outputs="def"))
+    assert kept == {"b", "c"} & set(spans(ops, inputs="xw", outputs="def"))
+
+
+@pytest.mark.parametrize(
+    ("made", "until"),
+    [
+        pytest.param([PRODUCT], 4, id="in its own order it is read there by others"),
+        pytest.param([PRODUCT._replace(reorders=True)], 3, id="in that of a library it is copied"),
+        pytest.param(
+            [PRODUCT._replace(results=("g",), reorders=True), Op("apart", ("g",), ("a",))], 5, id="sent before"
+        ),
+        pytest.param(
+            [PRODUCT._replace(results=("g",), reorders=True), Op("apart", ("g",), ("a",), keeps_order=True)],
+            4,
+            id="a library's array under windows",
+        ),
+    ],
+)
+def test_a_collective_copies_what_has_the_order_of_a_library(made: list[Op], until: int):
+    ops = [
+        *made,
+        Op("fused", ("a",), ("b",)),
+        Op("apart", ("b",), ("c",), collective="all-gather"),
+        Op("reduction", ("b",), ("d",)),
+    ]
+    assert spans(ops, inputs="xw", outputs="cd")["b"] == (len(made), until)
 
 
 def test_what_a_barrier_holds_is_in_memory_until_it_is_read_behind_it():

@@ -1,0 +1,48 @@
+"""Arrays laid side by side: what lies in the places of inputs that have been copied."""
+
+import pytest
+
+from autopar.compiler.memory.allocation import Border, MemoryProgram, alive, worst_moments
+from autopar.compiler.memory.liveness import Op
+
+
+def kernels_read_by_copies(vacated: set[str], nbytes: dict[str, int], order: str) -> MemoryProgram:
+    """Kernels "k" and "l" are copied for a library to "p" and "q", which their updates read in the given order."""
+    ops = [
+        Op("apart", ("k",), ("p",)),
+        Op("apart", ("p", "x"), ("a",)),
+        Op("apart", ("l",), ("q",)),
+        Op("apart", ("q", "a"), ("b",)),
+        *(Op("apart", (key, "b"), (key.upper(),)) for key in order),
+    ]
+    return MemoryProgram(
+        ops=ops,
+        inputs=["k", "l", "x"],
+        outputs=["P", "Q"],
+        nbytes=dict.fromkeys("xab", 1) | nbytes,
+        inner={},
+        border=Border(taken={0: 0, 1: 1}),
+        actions=(),
+        vacated=vacated,
+    )
+
+
+@pytest.mark.parametrize(
+    ("vacated", "large", "order", "housed"),
+    [
+        pytest.param({"k", "l"}, "k", "qp", {"q"}, id="an equal copy that is gone before, rather than what is smaller"),
+        pytest.param({"k", "l"}, "k", "pq", {"a"}, id="no copy that is there longer"),
+        pytest.param({"k", "l"}, "l", "qp", {"a"}, id="no copy that is larger"),
+        pytest.param(set(), "k", "qp", set(), id="no place that is not left"),
+    ],
+)
+def test_other_arrays_lie_in_the_places_of_inputs_that_are_read_from_copies(
+    vacated: set[str], large: str, order: str, housed: set[str]
+):
+    copies = {"k": "kpP", "l": "lqQ"}
+    nbytes = {key: 8 if large == "k" or kernel == large else 4 for kernel, keys in copies.items() for key in keys}
+    program = kernels_read_by_copies(vacated, nbytes, order)
+    assert program.housed == housed
+    (worst,) = worst_moments(program, 1)
+    assert worst.nbytes == sum(nbytes.get(key, 1) for key in alive(worst))
+    assert not housed.intersection(alive(worst))
