@@ -50,8 +50,19 @@ _CONVOLUTION = "conv_general_dilated"
 
 
 def reads_transposed(eqn: jc.JaxprEqn) -> bool:
-    """Return true if a library reads the second operand of an equation in another order of dimensions."""
-    return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).rhs_spec)
+    """Return true if a library reads the second operand of an equation in another order of dimensions.
+
+    Gradients of images read a kernel as their convolution does, but for one of a single place and no strides: only its
+    channels have an order, which is the one wanted there.
+    """
+    if eqn.primitive.name != _CONVOLUTION:
+        return False
+    convolution = jp.convolution_of(eqn)
+    made, read, *space = convolution.rhs_spec
+    shape = _shape(eqn.invars[1])
+    if math.prod(shape[dim] for dim in space) == 1 and not any(by > 1 for by in convolution.lhs_dilation):
+        return _space_is_first(convolution.rhs_spec) and made > read
+    return _space_is_first(convolution.rhs_spec)
 
 
 def writes_transposed(eqn: jc.JaxprEqn) -> bool:

@@ -30,6 +30,25 @@ def test_kernels_with_space_first_are_read_and_their_gradients_written_in_anothe
     assert (reads_transposed(last), writes_transposed(last)) == (False, transposed)
 
 
+@pytest.mark.parametrize(
+    ("side", "stride", "transposed"),
+    [
+        pytest.param(3, 1, True, id="the one that the convolution reads"),
+        pytest.param(1, 1, False, id="channels alone lie as they are wanted"),
+        pytest.param(1, 2, True, id="as one of strides is computed"),
+    ],
+)
+def test_a_gradient_of_images_reads_the_copy_of_a_kernel(side: int, stride: int, transposed: bool):
+    def convolve(images, kernels):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(images, kernels, (stride, stride), "SAME", dimension_numbers=dimensions)
+
+    arguments = jnp.zeros((2, 6, 6, 4)), jnp.zeros((side, side, 4, 8))
+    gradient = jax.make_jaxpr(jax.grad(lambda *args: convolve(*args).sum()))(*arguments).jaxpr
+    found = [reads_transposed(eqn) for eqn in gradient.eqns if eqn.primitive.name == "conv_general_dilated"]
+    assert found == [True, transposed]
+
+
 def test_only_a_maximum_with_zero_rectifies():
     found = [jax.make_jaxpr(lambda x, least=least: jnp.maximum(x, least))(1.0).jaxpr.eqns[-1] for least in (0.0, 1.0)]
     assert [rectifies(eqn) for eqn in found] == [True, False]
