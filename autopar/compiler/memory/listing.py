@@ -18,6 +18,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
@@ -99,6 +100,12 @@ def _type(value: Any) -> Hashable:
     return value.variable.aval.shape, value.variable.aval.dtype, value.layout
 
 
+def _reverses_nothing(eqn: jc.JaxprEqn) -> bool:
+    """Return true if an equation reverses dimensions of size 1 alone."""
+    aval: Any = eqn.outvars[0].aval
+    return all(aval.shape[dim] == 1 for dim in jp.dimensions_of(eqn))
+
+
 def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryProgram:
     lister = _Lister(block=block, mesh_costs=mesh_costs)
     for value in block.inputs:
@@ -137,6 +144,10 @@ class _Lister:
     """By the identity of a value of the block, its `key`."""
     sources: dict[Value, Value] = field(default_factory=dict[Value, Value])
     """By value that is another one reversed, or a form in the same layout, that one."""
+    unchanged: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    """By value that is another one reversed along dimensions of size 1, that one."""
+    resharded: dict[Hashable, Value] = field(default_factory=dict[Hashable, Value])
+    """By what is resharded and how, the first result."""
     zeros: set[Value] = field(default_factory=set[Value])
     """Values whose windows have gradients, which GPUs add to zeros."""
     sent: set[Value] = field(default_factory=set[Value])
@@ -175,6 +186,8 @@ class _Lister:
                 self.sources[result] = self._source(operand)
             case Evaluate(eqn=eqn, operands=(Value() as operand,), results=(result,)) if eqn.primitive.name == "rev":
                 self.sources[result] = self._source(operand)
+                if _reverses_nothing(eqn):
+                    self.unchanged[result] = self.unchanged.get(operand, operand)
             case Evaluate(eqn=eqn, operands=(_, Value() as operand)) if eqn.primitive.name == ADDED_TO_ZEROS:
                 self.zeros.add(self._source(operand))
             case _:
@@ -279,6 +292,8 @@ class _Lister:
             )
         for value in (action.result,) if isinstance(action, Reshard) else action.results:
             self.note(value)
+        if isinstance(action, Reshard) and self._is_there(action):
+            return
         if self.machine.transposes_kernels and isinstance(action, Evaluate):
             self._transpose_kernel(action)
             for copy in self._reordered(action).values():
@@ -290,6 +305,18 @@ class _Lister:
         self.actions.append(action)
         if isinstance(action, Evaluate) and self.zeros.intersection(action.results) and rectifies(action.eqn):
             self._share_zeros(action)
+
+    def _is_there(self, action: Reshard) -> bool:
+        """Return true if what reversing nothing gives is resharded as what it was given already is: it is one array."""
+        if not isinstance(action.operand, Value) or action.after is not None:
+            return False
+        same = self.unchanged.get(action.operand, action.operand)
+        first = self.resharded.setdefault((same, action.steps, action.result.layout), action.result)
+        if first is action.result or same is action.operand:
+            return False
+        self.names[action.result] = self.name(first)
+        self.keys.pop(id(action.result), None)
+        return True
 
     def _transposes(self, action: Reshard) -> bool:
         """Return true if what is gathered is transposed: along another dimension than its outermost, for no product."""

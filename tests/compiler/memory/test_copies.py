@@ -143,3 +143,37 @@ def test_a_library_reorders_images_whose_channels_lie_elsewhere_in_its_order(ima
         assert reorders_images(eqn, channels_last=True) == (images == "NCHW")
         assert reorders_images(eqn, channels_last=False) == (images == "NHWC")
     assert not any(reorders_images(eqn, last) for eqn in eqns if eqn not in convolutions for last in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("reversed_dim", "parts_there"),
+    [
+        pytest.param(0, 2, id="nothing is reversed"),
+        pytest.param(2, 5, id="the reversed part is there, and gathered too"),
+    ],
+)
+def test_what_is_reversed_along_one_place_is_gathered_once(reversed_dim: int, parts_there: int):
+    shape = jax.ShapeDtypeStruct((1, 4096, 1024), "float32")
+    jaxpr = jax.make_jaxpr(lambda x: lax.rev(x, (reversed_dim,)))(shape).jaxpr
+    (eqn,) = jaxpr.eqns
+    rows, whole = Layout(((), (0,), ())), replicated(3)
+    parts = Value(jaxpr.invars[0], rows), Value(eqn.outvars[0], rows)
+    gathered_twice = Value(jaxpr.invars[0], whole, "forward"), Value(eqn.outvars[0], whole, "forward")
+    reshards = [
+        Reshard(operand=part, result=result, steps=(AllGather((0,), 1),))
+        for part, result in zip(parts, gathered_twice, strict=True)
+    ]
+    strategy = Strategy((rows,), (rows,))
+    block = LocalBlock(
+        jaxpr=jaxpr,
+        inputs=(parts[0],),
+        actions=(
+            reshards[0],
+            Evaluate(eqn=eqn, operands=(parts[0],), results=(parts[1],), strategy=strategy),
+            reshards[1],
+        ),
+        outputs=gathered_twice,
+        combined=combined_values(jaxpr, None),
+    )
+    machine = dataclasses.replace(A100, gathers_outermost=False)
+    assert temporary_bytes(block, machine) == parts_there * 4 * 2048 * 1024
