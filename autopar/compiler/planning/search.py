@@ -29,23 +29,17 @@ from functools import cache, partial
 from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.planning.candidates import (
-    likely_times_s,
-    microbatch_counts,
-    stage_candidates,
-    unequal_stages_s,
-)
+from autopar.compiler.planning.candidates import microbatch_counts, stage_candidates
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
-from autopar.compiler.planning.learned_numbers import LearnedNumbers
+from autopar.compiler.planning.learned_numbers import LearnedNumbers, ToldNumbers
 from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes, memory_kind
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_layouts import StageLayouts, StagesTooSlow
 from autopar.compiler.planning.stage_problem import StageProblem, TimeIsUp
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
@@ -149,6 +143,8 @@ class _Search:
     simulated: Simulated
     deadline_s: float
     """Of `time.process_time()`; it ends the search once there is a plan."""
+    told: ToldNumbers
+    """What layers for some numbers of microbatches tell of others."""
     open: list[Region] = field(default_factory=list[Region])
     best: Plan | None = None
     best_s: float = math.inf
@@ -166,11 +162,6 @@ class _Search:
     """What stages that were completed tell of others."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
-    times_by: dict[tuple[KnownLayers, int, int, int], dict[int, float]] = field(
-        default_factory=dict[tuple[KnownLayers, int, int, int], dict[int, float]]
-    )
-    """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
-    known: the times by the number of equal stages."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
     """What stages for some numbers of microbatches tell of others."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
@@ -188,7 +179,8 @@ class _Search:
         refuse_too_large_a_state(problem.trace, method.memory, problem.hardware, offloaded=offloaded(method))
         space = Space.of(problem)
         learned, regions = LearnedTimes(is_roomy=space.cuttable.is_roomy), list(space.regions)
-        return cls(space=space, simulated=simulated, deadline_s=deadline_s, open=regions, learned=learned)
+        told = ToldNumbers(space=space)
+        return cls(space=space, simulated=simulated, deadline_s=deadline_s, told=told, open=regions, learned=learned)
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
@@ -347,7 +339,11 @@ class _Search:
         divide among the devices of a stage, as those of the best do, are none of them.
         """
         times_s = self.times_s_of(region.num_stages)
-        if not self.layers_tell or region.attempt or not self.numbers.best_of.get(region.num_stages):
+        if not self.layers_tell or region.attempt:
+            return True
+        if self.is_told_soon(region):
+            return False
+        if not self.numbers.best_of.get(region.num_stages):
             return True
         best, count, rows = self.numbers.best_of[region.num_stages], region.num_microbatches, self.space.rows
         least, largest = best.timing.num_microbatches, max(stage.submesh.num_devices for stage in best.stages)
@@ -358,6 +354,17 @@ class _Search:
         ]
         rises = any(times_s.get(each, math.inf) >= _RISES * best.step_time_s for each in between)
         return not rises and divides_as_well(rows, count, least, largest)
+
+    def is_told_soon(self, region: Stages) -> bool:
+        """Return whether a region of one stage waits for that whose layers tell of all other numbers of microbatches.
+
+        Fewer rows leave some devices without any, and how long layers take there tells nothing of more rows.
+        """
+        if self.best is None or region.num_stages != (1, 1):
+            return False
+        alike = [each for each in self.open if isinstance(each, Stages) and each.num_stages == region.num_stages]
+        telling = [each for each in alike if each is not region and self.told.is_of_all(each) and not each.searched]
+        return any(self.likely_s(each) < self.enough_s for each in telling)
 
     def times_s_of(self, num_stages: tuple[int, int]) -> dict[int, float]:
         """Return by number of microbatches the time by layers of stages that were searched, or that are not worth it.
@@ -463,9 +470,11 @@ class _Search:
 
     def is_put_off(self, region: Stages) -> bool:
         """Return whether more is known by now of the time that stages take; then they are open with that time."""
-        others_s = self.by_others_s(region)
-        if others_s <= region.by_others_s:
-            others_s = self.unequal_s(region)
+        others_s = region.by_others_s
+        if self.space.problem.method.effort != "thorough":
+            others_s = self.told.equal_s(region)
+        if others_s <= region.by_others_s and self.best is not None and self.layers_tell:
+            others_s = self.told.unequal_s(region, self.best_s / self.whole_share(region))
         if others_s <= region.by_others_s:
             return False
         later = replace(region, by_others_s=others_s)
@@ -513,54 +522,6 @@ class _Search:
         """Return the problem with the deadline, once there is a plan to return."""
         there_is_one = self.best is not None or self.beside is not None
         return replace(problem, deadline_s=self.deadline_s) if there_is_one else problem
-
-    def by_others_s(self, region: Stages) -> float:
-        """Return the time of equal stages that is least by the layers of the nearest microbatches with known costs.
-
-        Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
-        Microbatches with fewer rows than a stage has devices tell nothing of larger ones: their layers are not split.
-        """
-        if self.space.problem.method.effort == "thorough":
-            return region.by_others_s
-        known = self.space.known_of(region.num_stages)
-        (few, most), count, nearest = region.num_stages, region.num_microbatches, self.telling(region)
-        least_s: dict[int, float] = {}
-        for solved_alone in (True, False):
-            for like in nearest if solved_alone else nearest[:1]:
-                for number, seconds in self.times_by_layers(known, count, like).items():
-                    if not solved_alone or self.space.is_solved(known, like, number):
-                        least_s.setdefault(number, seconds)
-        if not least_s:
-            return region.by_others_s
-        fewer, more = (n for n in least_s if n <= few), [n for n in least_s if n >= most]
-        if not more and max(least_s) < few:
-            return region.by_others_s  # fewer and larger stages tell nothing of more and smaller ones
-        near = range(max(fewer, default=few), min(more, default=most) + 1)
-        return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
-
-    def unequal_s(self, region: Stages) -> float:
-        """Return the time of stages of any sizes by the layers of other microbatches, if that is too long; else 0."""
-        if self.best is None or not self.layers_tell:
-            return 0.0
-        known = self.space.known_of(region.num_stages)
-        below_s, likes = self.best_s / self.whole_share(region), self.telling(region)
-        count, number = region.num_microbatches, region.num_stages
-        seconds = unequal_stages_s(known.problem, known, count, likes, number, below_s)
-        return seconds if seconds >= below_s else 0.0
-
-    def telling(self, region: Stages) -> list[int]:
-        """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""
-        few, count = region.num_stages[0], region.num_microbatches
-        solved = self.space.known_of(region.num_stages).solved
-        telling = [n for n in solved if n <= count or self.space.rows >= n * self.space.part(few)]
-        return sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
-
-    def times_by_layers(self, known: KnownLayers, count: int, like: int) -> dict[int, float]:
-        """Return the times of equal stages by the layers of another number of microbatches, by their number."""
-        key = known, count, like, known.num_solved(like)
-        if key not in self.times_by:
-            self.times_by[key] = likely_times_s(known.problem, known, count, like)
-        return self.times_by[key]
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""

@@ -73,6 +73,30 @@ def test_numbers_that_are_unlikely_to_be_the_best_hide_none_beyond_them_whose_ti
         assert not state.is_reached(last)
 
 
+def test_of_one_stage_the_number_that_tells_of_all_others_is_looked_at_first(problem, monkeypatch):
+    monkeypatch.setattr(Space, "is_large", True)
+    state = _Search.of(problem, lambda plan: math.inf)
+    state.space.known_of((1, 1))(8, False, splits=False)[1].solved.add(cluster_shape(4, 8))
+
+    def waiting():
+        return [each.num_microbatches for each in of_one_stage() if not state.is_reached(each)]
+
+    def of_one_stage():
+        return [each for each in state.open if isinstance(each, Stages) and each.num_stages == (1, 1)]
+
+    assert not waiting()  # as long as there is no plan, any that may fit is welcome
+    state.best_s, state.best = 1.0, object()
+    (telling,) = (each for each in of_one_stage() if state.told.is_of_all(each))
+    assert telling.num_microbatches == 24 and state.space.rows == 24 * 4
+    assert waiting() == [1, 2, 3, 4, 6, 8, 12, 16, 32, 48, 96]
+    for later in ({"searched": (0.97, 1.0)}, {"likely_s": 1.1}):
+        before, state.open = state.open, [dataclasses.replace(e, **later) if e is telling else e for e in state.open]
+        assert not waiting()
+        state.open = before
+    state.open.remove(telling)
+    assert not waiting()
+
+
 def test_larger_microbatches_come_last_where_memory_is_short_and_stages_would_wait_for_them(problem):
     state = _Search.of(problem, lambda plan: math.inf)
     assert state.space.known is not None
