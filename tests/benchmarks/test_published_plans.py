@@ -4,16 +4,19 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 
 import jax
 import pytest
 
 from autopar import Auto, Megatron
 from autopar.compiler.frontend.leaf_names import leaf_name
+from autopar.hardware.machine import Machine
+from autopar.method_fields import MEMORY_LEVELS
 from benchmarks.accuracy_rows import STEP_COLUMNS
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.published_degrees import Published, published
-from benchmarks.published_plans import Row, Simulated, compared, line, main, mean_of, table_of
+from benchmarks.published_plans import Row, Simulated, compared, line, main, mean_of, memory_beside, table_of
 from tests.benchmarks.test_accuracy_steps import STEP_ROW
 
 SMALL = GPTSize(width=64, layers=2, heads=4, length=16, vocabulary=64, batch=8)
@@ -68,6 +71,23 @@ def test_the_fastest_by_hand_that_fits_is_held_against_the_search():
     assert row.hand.step_s is not None and row.searched.step_s is not None
     assert row.ratio == row.hand.step_s / row.searched.step_s >= 0.999
     assert "small, 2 of dgx-a100-80" in line(row) and table_of([row]).row_count == 1
+
+
+def test_the_search_has_the_memory_that_a_plan_by_hand_needs():
+    machine = Machine.named("dgx-a100-80")
+    little, much = (
+        Simulated(plan="", step_s=1.0, peak_bytes=round(share * machine.memory_bytes), cpu_s=0.0)
+        for share in (0.89, 0.95)
+    )
+    assert memory_beside(little, machine) == "adaptive" == memory_beside(replace(much, step_s=None), machine)
+    assert memory_beside(much, machine) == much.peak_bytes
+
+
+def test_a_row_says_where_the_search_had_more_memory_than_usual(monkeypatch):
+    assert compared(small(Megatron(data=2))).note == ""
+    monkeypatch.setitem(MEMORY_LEVELS, "adaptive", 1e-9)
+    row = compared(small(Megatron(data=2)))
+    assert row.note == "as much memory as by hand" and row.ratio is not None and row.ratio >= 0.999
 
 
 def test_without_a_plan_by_hand_there_is_no_ratio():
