@@ -47,8 +47,9 @@ def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     first_xs = loop.num_consts + loop.num_carry
     carry_free = free_carry(body, is_free[: loop.num_consts], is_free[loop.num_consts : first_xs], is_free[first_xs:])
     is_free[loop.num_consts : first_xs] = carry_free
+    sums = _sums(body, loop)
     arguments = [
-        None if free else _argument(block, f"scan operand {number}", v, _accumulates(body, v, number, loop))
+        None if free else _argument(block, f"scan operand {number}", v, v in sums)
         for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True))
     ]
     inside = _body(block, eqn, body, arguments, weight * loop.length)
@@ -189,14 +190,18 @@ def _stacked(node: LayoutNode | None) -> LayoutNode | None:
     return LayoutNode(node.number, tuple(Layout(((), *layout.dims), layout.partial) for layout in node.layouts))
 
 
-def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jp.Scan) -> bool:
-    """Return true if the body does nothing with a part of the carry but add to it."""
-    position = number - loop.num_consts
-    if not 0 <= position < loop.num_carry:
-        return False
-    readers = [eqn for eqn in body.eqns if v in jc.operands(eqn)]
-    return (
-        len(readers) == 1
-        and readers[0].primitive.name in ("add", "add_any")
-        and readers[0].outvars[0] is body.outvars[position]
-    )
+def _sums(body: jc.Jaxpr, loop: jp.Scan) -> set[jc.Var]:
+    """Return the parts of the carry that the body does nothing with but add to."""
+    carry = body.invars[loop.num_consts : loop.num_consts + loop.num_carry]
+    readers: dict[jc.Var, list[jc.JaxprEqn]] = {v: [] for v in carry}
+    for eqn in body.eqns:
+        for v in dict.fromkeys(jc.operands(eqn)):
+            if v in readers:
+                readers[v].append(eqn)
+    return {
+        v
+        for v, result in zip(carry, body.outvars, strict=False)
+        if len(readers[v]) == 1
+        and readers[v][0].primitive.name in ("add", "add_any")
+        and readers[v][0].outvars[0] is result
+    }

@@ -11,6 +11,7 @@ The costs are moved to the earliest nodes first, so that the cost of a part fore
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -121,10 +122,13 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int, most:
                 closed += weights[other]
         return (weights[node] if undecided[node] else 0.0) - closed
 
-    grown: dict[int, tuple[float, int]] = {start: (growth(start), start)}
+    grown: dict[int, float] = {start: growth(start)}
+    queue = [(grown[start], start)]  # with sizes that are no longer those of `grown`
     while left:
-        node = min(grown, key=grown.__getitem__) if grown else next(iter(left))
-        size, _ = grown.pop(node, (growth(node), node))
+        while queue and grown.get(queue[0][1]) != queue[0][0]:
+            heapq.heappop(queue)
+        node = queue[0][1] if queue else next(iter(left))
+        size = grown.pop(node) if queue else growth(node)
         sizes.append(weight + weights[node])
         share_of_most += math.exp(min(sizes[-1] - most, 1.0))
         if share_of_most > 1 + 1e-9:  # by more than rounding
@@ -140,7 +144,8 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int, most:
             if undecided[other] <= 1 and other not in left:
                 touched |= links[other] & grown.keys()
         for other in touched:
-            grown[other] = growth(other), other
+            grown[other] = growth(other)
+            heapq.heappush(queue, (grown[other], other))
     return float(np.logaddexp.reduce(sizes)), order
 
 
