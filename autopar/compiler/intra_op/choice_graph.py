@@ -40,6 +40,7 @@ import numpy as np
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.intra_op.fold_layers import Fold
 from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
@@ -253,8 +254,8 @@ class Planner:
     """Which strategies of an equation may be chosen."""
     constraint_key: Callable[[jc.JaxprEqn], Hashable]
     """Key of whatever else that depends on than the equation itself."""
-    enter: Callable[[BlockBuilder, jc.JaxprEqn, float], EquationNode]
-    """Makes the nodes of loops, branches and remat regions."""
+    enter: Callable[[BlockBuilder, jc.JaxprEqn, float, Fold | None], EquationNode]
+    """Makes the nodes of loops, of which the body may be folded, branches and remat regions."""
     forms: Callable[[jc.Var, tuple[Layout, ...]], tuple[Layout, ...]] = lambda v, every: every
     """Which of the layouts a value may be kept or handed on in, between the equations that make and read it."""
     restricted: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
@@ -280,7 +281,7 @@ class BlockBuilder:
     arguments: tuple[LayoutNode | None, ...]
     weight: float
     nested: bool
-    classes: Sequence[int]
+    folded: Fold
     combined: CombinedValues
     """The values whose collectives share their latency."""
     within: jc.JaxprEqn | None = None
@@ -312,7 +313,7 @@ class BlockBuilder:
             else:
                 self.sources.setdefault(self.first(v), node)
         equivalent: dict[int, list[int]] = {}
-        for number, first in enumerate(self.classes):
+        for number, first in enumerate(self.folded.classes):
             equivalent.setdefault(first, []).append(number)
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._add(number, eqn, equivalent)
@@ -342,7 +343,7 @@ class BlockBuilder:
         return "body" if self.nested else phase_of(eqn, self.only_phase)
 
     def _add(self, number: int, eqn: jc.JaxprEqn, equivalent: Mapping[int, Sequence[int]]) -> None:
-        first = self.classes[number]
+        first, body = self.folded.classes[number], self.folded.bodies.get(number)
         is_free = [isinstance(a, jc.Literal) or a in self.free for a in eqn.invars]
         freed = free_results(eqn, is_free)
         self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
@@ -356,9 +357,11 @@ class BlockBuilder:
             node = self.equations[first]
             assert node is not None
         elif eqn.primitive.name in NESTED:
-            node = self.planner.enter(self, eqn, self.weight * len(equivalent[first]))
+            node = self.planner.enter(self, eqn, self.weight * len(equivalent[first]), body)
         else:
             node = self._choose(eqn, number, [self.traffic[each] for each in equivalent[first]])
+        for result, earlier in body.equivalent_results.items() if body else ():
+            self.equivalent[eqn.outvars[result]] = eqn.outvars[earlier]
         self.equations.append(node)
         for v, result in zip(eqn.outvars, node.results, strict=True):
             if result is not None:
@@ -368,7 +371,8 @@ class BlockBuilder:
         phase = self.phase(eqn)
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
-                self.read(atom, argument, _Key(first, operand, phase), phase=phase)
+                like = body.equivalent_inputs.get(operand, operand) if body else operand
+                self.read(atom, argument, _Key(first, like, phase), phase=phase)
             else:
                 self._read_whole(atom)
 
@@ -514,15 +518,14 @@ def build_graph(
     inputs: Sequence[tuple[Layout, ...] | None],
     results: Sequence[tuple[Layout, ...] | None],
     state_outputs: dict[int, int],
-    classes: Sequence[int],
-    equivalent_inputs: dict[int, int],
+    folded: Fold,
 ) -> BlockGraph:
     """Return the graph of a whole step.
 
     `inputs` are the layouts that each input may have, None for what is small; `results` those of each result that is
-    not state. `classes` names for every equation the first one like it, `equivalent_inputs` for an input the first.
+    not state.
     """
-    table = planner.table
+    table, equivalent_inputs = planner.table, folded.equivalent_inputs
     arguments: list[LayoutNode | None] = []
     for number, layouts in enumerate(inputs):
         if (first := equivalent_inputs.get(number, number)) < number:
@@ -536,7 +539,7 @@ def build_graph(
         arguments=tuple(arguments),
         weight=1.0,
         nested=False,
-        classes=classes,
+        folded=folded,
         equivalent=equivalent,
         combined=combined_values(jaxpr),
     )
@@ -554,7 +557,7 @@ def _end(
     arguments: Sequence[LayoutNode | None],
     layouts: tuple[Layout, ...] | None,
     state_outputs: dict[int, int],
-    equivalent_inputs: dict[int, int],
+    equivalent_inputs: Mapping[int, int],
 ) -> LayoutNode | None:
     """Return the node of a result: that of the state that it replaces, or one of its own."""
     if isinstance(atom, jc.Literal) or atom in block.free:

@@ -12,26 +12,30 @@ A carry that is only added to may stay a sum over mesh axes through the whole lo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from autopar.compiler.intra_op.choice_graph import BlockBuilder, BlockGraph, EquationNode, LayoutNode
+from autopar.compiler.intra_op.fold_layers import Fold, unfolded
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
-from autopar.compiler.sharding.replicated_values import below_split_size, free_carry, free_results
+from autopar.compiler.sharding.replicated_values import below_split_size, free_carry, free_in_body, free_results
 from autopar.compiler.sharding.rule import shapes_of
 from autopar.compiler.spmd.combining import combined_in_body
 
 
-def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
-    """Return the nodes of an equation with bodies, which stands `weight` times in the step."""
+def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float, folded: Fold | None) -> EquationNode:
+    """Return the nodes of an equation with bodies, which stands `weight` times in the step.
+
+    `folded` is the body of a loop whose layers are planned as one.
+    """
     match eqn.primitive.name:
         case "scan":
-            return _scan(block, eqn, weight)
+            return _scan(block, eqn, weight, folded)
         case "while":
             return _while(block, eqn, weight)
         case "cond":
@@ -40,21 +44,23 @@ def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
             return _remat(block, eqn, weight)
 
 
-def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
+def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float, folded: Fold | None) -> EquationNode:
     loop = jp.scan_of(eqn)
     body = jc.open_jaxpr(loop.body)[0]
-    is_free = [_is_free(block, atom) for atom in eqn.invars]
+    folded = folded or unfolded(body)
+    is_free = free_in_body(loop, [_is_free(block, atom) for atom in eqn.invars])
     first_xs = loop.num_consts + loop.num_carry
-    carry_free = free_carry(body, is_free[: loop.num_consts], is_free[loop.num_consts : first_xs], is_free[first_xs:])
-    is_free[loop.num_consts : first_xs] = carry_free
-    sums = _sums(body, loop)
-    arguments = [
-        None if free else _argument(block, f"scan operand {number}", v, v in sums)
-        for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True))
-    ]
-    inside = _body(block, eqn, body, arguments, weight * loop.length)
+    sums, same = _sums(body, loop), folded.equivalent_inputs
+    sums -= {body.invars[first] for number, first in same.items() if body.invars[number] not in sums}
+    arguments: list[LayoutNode | None] = []
+    for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True)):
+        if (first := same.get(number, number)) < number:
+            arguments.append(arguments[first])
+        else:
+            arguments.append(None if free else _argument(block, f"scan operand {number}", v, v in sums))
+    inside = _body(block, eqn, body, arguments, weight * loop.length, folded)
     carry = arguments[loop.num_consts : first_xs]
-    ends = _ends(inside, carry)
+    ends = _ends(inside, carry, folded.equivalent_results)
     outside = [node if number < first_xs else _stacked(node) for number, node in enumerate(arguments)]
     results = [node if number < loop.num_carry else _stacked(node) for number, node in enumerate(ends)]
     return EquationNode(arguments=tuple(outside), results=tuple(results), bodies=(inside.finish(ends),))
@@ -119,8 +125,14 @@ def _remat(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode
 
 
 def _body(
-    block: BlockBuilder, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode | None], weight: float
+    block: BlockBuilder,
+    eqn: jc.JaxprEqn,
+    jaxpr: jc.Jaxpr,
+    arguments: Sequence[LayoutNode | None],
+    weight: float,
+    folded: Fold | None = None,
 ) -> BlockBuilder:
+    folded = folded or unfolded(jaxpr)
     inside = BlockBuilder(
         planner=block.planner,
         jaxpr=jaxpr,
@@ -128,25 +140,34 @@ def _body(
         weight=weight,
         nested=True,
         within=eqn,
-        classes=range(len(jaxpr.eqns)),
+        folded=folded,
+        equivalent={jaxpr.invars[i]: jaxpr.invars[first] for i, first in folded.equivalent_inputs.items()},
         combined=combined_in_body(jaxpr, eqn, block.combined),
     )
     inside.collect()
     return inside
 
 
-def _ends(inside: BlockBuilder, carry: Sequence[LayoutNode | None]) -> list[LayoutNode | None]:
-    """Return the nodes of a body's results: the carry's, then one of its own for each of the others."""
+def _ends(
+    inside: BlockBuilder, carry: Sequence[LayoutNode | None], equivalent: Mapping[int, int] | None = None
+) -> list[LayoutNode | None]:
+    """Return the nodes of a body's results: the carry's, then one of its own for each of the others.
+
+    Those that are `equivalent` to an earlier one share its node.
+    """
     ends: list[LayoutNode | None] = []
     for number, atom in enumerate(inside.jaxpr.outvars):
+        first = (equivalent or {}).get(number, number)
         if number < len(carry):
             end = carry[number]
+        elif first < number:
+            end = ends[first]
         else:
             source = inside.source(atom)
             sums = source is not None and any(layout.partial for layout in source.layouts)
             end = None if source is None else _argument(inside, f"body result {number}", atom, sums)
         if end is not None:
-            inside.read(atom, end, ("result", number), phase="body")
+            inside.read(atom, end, ("result", first), phase="body")
         ends.append(end)
     return ends
 

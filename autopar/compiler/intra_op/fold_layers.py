@@ -7,6 +7,9 @@ input its name, shape and type, with all numbers of names and scopes left out, s
 Then each mixes into its colour those of what it reads and of its readers, over and over (Weisfeiler and Leman), so that
 equal colours mean equal surroundings: a query's product is not equivalent to a key's, which is named or used otherwise.
 
+A long loop over microbatches is looked into: what its body is given has the surroundings of what it is given for, and
+its results those of who reads them.
+
 Taken literally this tells every layer from the next, by its distance from the loss. So a colour is only split into
 large parts: query and key split the products of all layers in halves, while the ends of the model take one layer off,
 which stays with the others.
@@ -16,11 +19,12 @@ Equivalent equations may read values that are not: planning counts every read by
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
@@ -30,7 +34,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_classes, literal_key
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.sharding.replicated_values import free_results
+from autopar.compiler.sharding.replicated_values import free_in_body, free_results
 
 _LARGE = 1 / 2
 """A part of a colour is large if it has more than this share of the members of the largest part."""
@@ -38,10 +42,16 @@ _LARGE = 1 / 2
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """For each equation the first equivalent one, and for inputs that are equivalent to an earlier one, which."""
+    """For each equation the first equivalent one, and for inputs that are equivalent to an earlier one, which.
 
-    classes: list[int]
-    equivalent_inputs: dict[int, int]
+    For loops that are folded themselves, by number of the equation, the fold of their bodies.
+    """
+
+    classes: Sequence[int]
+    equivalent_inputs: Mapping[int, int] = field(default_factory=dict[int, int])
+    equivalent_results: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The same for the results of a body."""
+    bodies: Mapping[int, Fold] = field(default_factory=dict[int, "Fold"])
 
 
 _known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Hashable, Fold]] = weakref.WeakKeyDictionary()
@@ -56,8 +66,9 @@ def fold(
     state_outputs: Mapping[int, int],
     input_marks: Mapping[int, Hashable] | None = None,
     equation_mark: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None,
+    bodies_from: float = math.inf,
 ) -> Fold:
-    """Fold the layers of a program.
+    """Fold the layers of a program, and those in its loops of at least `bodies_from` equations.
 
     `free_inputs` are those without a layout. `state_outputs` maps results to the inputs that they replace. What has
     different marks is not equivalent: what the user wants of an input, or of an equation.
@@ -68,32 +79,120 @@ def fold(
         for number, (name, v, is_free) in enumerate(zip(input_names, jaxpr.invars, free_inputs, strict=True))
     ]
     free = {v for v, is_free in zip(jaxpr.invars, free_inputs, strict=True) if is_free} | set(jaxpr.constvars)
-    colours = _numbered([*inputs, *_seen(jaxpr, free, equation_mark), "result"])
+    loops = _loops(jaxpr, bodies_from)
+    seen = [*inputs, *_seen(jaxpr, free, equation_mark, {loop.number for loop in loops}), "result"]
+    for loop in loops:
+        seen += _seen_inside(loop, jaxpr.eqns[loop.number], free, equation_mark)
+    colours = _numbered(seen)
     known, key = _known.setdefault(jaxpr, {}), (colours.tobytes(), tuple(sorted(state_outputs.items())))
     if key not in known:  # the same on every mesh where the user asks for the same
-        first, num_inputs = _firsts(_stable(colours, _reads(jaxpr, state_outputs))), len(jaxpr.invars)
+        first, num_inputs = _firsts(_stable(colours, _reads(jaxpr, state_outputs, loops))), len(jaxpr.invars)
         known[key] = Fold(
-            classes=[int(node) - num_inputs for node in first[num_inputs : num_inputs + len(jaxpr.eqns)]],
-            equivalent_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
+            classes=_numbers(first, num_inputs, len(jaxpr.eqns)),
+            equivalent_inputs=_earlier(_numbers(first, 0, num_inputs)),
+            bodies={loop.number: loop.folded(first) for loop in loops},
         )
     return known[key]
 
 
-def unfolded(closed: jc.ClosedJaxpr) -> Fold:
+def unfolded(jaxpr: jc.Jaxpr) -> Fold:
     """Return a fold of nothing: every equation and every input by itself."""
-    return Fold(classes=list(range(len(jc.open_jaxpr(closed)[0].eqns))), equivalent_inputs={})
+    return Fold(classes=range(len(jaxpr.eqns)))
 
 
-def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]) -> Iterator[Hashable]:
-    """Return what tells every equation from others, without its surroundings."""
+def _numbers(first: np.ndarray, start: int, count: int) -> list[int]:
+    """Return for some nodes that follow one another the number among them of the first one like each."""
+    return (first[start : start + count] - start).tolist()
+
+
+def _earlier(firsts: Sequence[int]) -> dict[int, int]:
+    return {number: one for number, one in enumerate(firsts) if one < number}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Loop:
+    """A loop that is looked into: the number of its equation, and that of the first node of its body's inputs.
+
+    Its equations and results follow them.
+    """
+
+    number: int
+    scan: jp.Scan
+    body: jc.Jaxpr
+    inputs: int
+
+    @property
+    def equations(self) -> int:
+        """The node of the first equation."""
+        return self.inputs + len(self.body.invars)
+
+    @property
+    def results(self) -> int:
+        """The node of the first result."""
+        return self.equations + len(self.body.eqns)
+
+    @property
+    def end(self) -> int:
+        """The node behind the last result."""
+        return self.results + len(self.body.outvars)
+
+    def folded(self, first: np.ndarray) -> Fold:
+        """Return the fold of the body. Parts of the carry are equivalent as results where they are as inputs."""
+        inputs = _numbers(first, self.inputs, len(self.body.invars))
+        results = _numbers(first, self.results, len(self.body.outvars))
+        carry = slice(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
+        results[: self.scan.num_carry] = [one - self.scan.num_consts for one in inputs[carry]]
+        return Fold(
+            classes=_numbers(first, self.equations, len(self.body.eqns)),
+            equivalent_inputs=_earlier(inputs),
+            equivalent_results=_earlier(results),
+        )
+
+
+def _loops(jaxpr: jc.Jaxpr, bodies_from: float) -> list[_Loop]:
+    """Return the loops of a program that are looked into, their nodes behind those of the program."""
+    loops: list[_Loop] = []
+    begin = len(jaxpr.invars) + len(jaxpr.eqns) + 1
+    for number, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            scan = jp.scan_of(eqn)
+            body = jc.open_jaxpr(scan.body)[0]
+            if len(body.eqns) >= bodies_from:
+                loops.append(_Loop(number=number, scan=scan, body=body, inputs=begin))
+                begin = loops[-1].end
+    return loops
+
+
+def _seen_inside(
+    loop: _Loop, eqn: jc.JaxprEqn, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]
+) -> Iterator[Hashable]:
+    """Return what tells the inputs, equations and results of a loop's body apart; `free` are the program's values."""
+    scan, body = loop.scan, loop.body
+    is_free = free_in_body(scan, [isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars])
+    for number, (v, known) in enumerate(zip(body.invars, is_free, strict=True)):
+        part = (number >= scan.num_consts) + (number >= scan.num_consts + scan.num_carry)
+        yield ("loop input", loop.number, part, _type(v), known)
+    inside = {v for v, known in zip(body.invars, is_free, strict=True) if known} | set(body.constvars)
+    yield from (("loop", loop.number, each) for each in _seen(body, inside, mark))
+    for number, atom in enumerate(body.outvars):
+        yield ("loop result", loop.number, number < scan.num_carry, _type(atom))
+
+
+def _seen(
+    jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable], loops: Collection[int] = ()
+) -> Iterator[Hashable]:
+    """Return what tells every equation from others, without its surroundings; `loops` are unlike all others."""
     scopes: dict[str, str] = {}
-    for key, eqn in zip(equation_classes(jaxpr), jaxpr.eqns, strict=True):
+    for number, (key, eqn) in enumerate(zip(equation_classes(jaxpr), jaxpr.eqns, strict=True)):
         known = tuple(isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars)
         freed = tuple(free_results(eqn, known))
         free.update(v for v, is_free in zip(eqn.outvars, freed, strict=True) if is_free)
         scope = jc.scope_of(eqn)
         if scope not in scopes:
             scopes[scope] = _starred(scope)
+        if number in loops:
+            yield ("a loop", number)
+            continue
         yield (_marked(key, eqn, mark), scopes[scope], jc.ad_phase(eqn), known, freed)
 
 
@@ -174,13 +273,26 @@ class _Reads:
         return found
 
 
-def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
+_Read = tuple[int, int, int, int]
+"""Who makes a value, as which of its results, who reads it, and as which operand."""
+
+
+def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int], loops: Sequence[_Loop]) -> _Reads:
     """Return the reads of a program. What replaces an input is read by it; other results are read by the last node."""
     at: dict[Any, tuple[int, int]] = {v: (number, 0) for number, v in enumerate(jaxpr.invars)}
-    found: list[tuple[int, int, int, int]] = []
-    for node, eqn in enumerate(jaxpr.eqns, start=len(jaxpr.invars)):
-        found += [(*at[a], node, operand) for operand, a in enumerate(eqn.invars) if isinstance(a, jc.Var) and a in at]
-        at.update((v, (node, number)) for number, v in enumerate(eqn.outvars))
+    found: list[_Read] = []
+    inside = {loop.number: loop for loop in loops}
+    for number, eqn in enumerate(jaxpr.eqns):
+        node, loop = len(jaxpr.invars) + number, inside.get(number)
+        if loop is None:
+            found += _read_by(eqn, at, node)
+            at.update((v, (node, place)) for place, v in enumerate(eqn.outvars))
+            continue
+        found += [
+            (*at[a], loop.inputs + place, 0) for place, a in enumerate(eqn.invars) if isinstance(a, jc.Var) and a in at
+        ]
+        found += _reads_inside(loop)
+        at.update((v, (loop.results + place, 0)) for place, v in enumerate(eqn.outvars))
     last = len(jaxpr.invars) + len(jaxpr.eqns)
     found += [
         (*at[a], state_outputs.get(number, last), 0)
@@ -189,7 +301,27 @@ def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
     ]
     table = np.array(found, dtype=np.int64).reshape(-1, 4)
     place = _mixed((table[:, 1] * 4096 + table[:, 3]).astype(np.uint64))
-    return _Reads(producer=table[:, 0], reader=table[:, 2], place=place, num_nodes=last + 1)
+    num_nodes = loops[-1].end if loops else last + 1
+    return _Reads(producer=table[:, 0], reader=table[:, 2], place=place, num_nodes=num_nodes)
+
+
+def _read_by(eqn: jc.JaxprEqn, at: Mapping[Any, tuple[int, int]], node: int) -> list[_Read]:
+    return [(*at[a], node, operand) for operand, a in enumerate(eqn.invars) if isinstance(a, jc.Var) and a in at]
+
+
+def _reads_inside(loop: _Loop) -> list[_Read]:
+    """Return the reads of a loop's body; the next round reads what becomes of the carry."""
+    at: dict[Any, tuple[int, int]] = {v: (loop.inputs + number, 0) for number, v in enumerate(loop.body.invars)}
+    found: list[_Read] = []
+    for node, eqn in enumerate(loop.body.eqns, start=loop.equations):
+        found += _read_by(eqn, at, node)
+        at.update((v, (node, number)) for number, v in enumerate(eqn.outvars))
+    for number, a in enumerate(loop.body.outvars):
+        if isinstance(a, jc.Var) and a in at:
+            found.append((*at[a], loop.results + number, 0))
+        if number < loop.scan.num_carry:
+            found.append((loop.results + number, 0, loop.inputs + loop.scan.num_consts + number, 1))
+    return found
 
 
 def _refined(colours: np.ndarray, reads: _Reads) -> np.ndarray:

@@ -29,6 +29,7 @@ from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key, equation_keys
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import NESTED
@@ -143,8 +144,8 @@ def intra_op_problem(
     jaxpr, _ = jc.open_jaxpr(closed)
     table = NodeTable(mesh_costs=mesh_costs)
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
-    folded = unfolded(closed)
-    if input_names is not None and len(jaxpr.eqns) >= fold_from:
+    folded = unfolded(jaxpr)
+    if input_names is not None and _num_equations(jaxpr) >= fold_from:
         folded = fold(
             closed,
             input_names,
@@ -152,6 +153,7 @@ def intra_op_problem(
             state_outputs=state_outputs,
             input_marks=constraints.inputs,
             equation_mark=constraints.constraint_key,
+            bodies_from=fold_from,
         )
     choices = build_graph(
         planner_of(table, [jaxpr], constraints),
@@ -159,8 +161,7 @@ def intra_op_problem(
         inputs=inputs,
         results=[constraints.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
         state_outputs=state_outputs,
-        classes=folded.classes,
-        equivalent_inputs=folded.equivalent_inputs,
+        folded=folded,
     )
     workspace = mesh_costs.machine.product_workspace_bytes
     if memory_budget is not None and (1 + memory_headroom) * (all_bytes(jaxpr) + workspace) <= memory_budget:
@@ -174,6 +175,12 @@ def intra_op_problem(
         input_names=[f"input {n}" for n in range(len(jaxpr.invars))] if input_names is None else input_names,
     )
     return IntraOpProblem(search=search, time_limit_s=time_limit_s, cache_directory=cache_directory)
+
+
+def _num_equations(jaxpr: jc.Jaxpr) -> int:
+    """Return the equations of a program and of the bodies of its loops."""
+    bodies = [jc.open_jaxpr(jp.scan_of(eqn).body)[0] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return len(jaxpr.eqns) + sum(len(body.eqns) for body in bodies)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -164,7 +164,7 @@ def task_graph(
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
     planner = planner_of(table, bodies, constraints.equations)
     folding = sum(len(body.eqns) for body in bodies) >= FOLD_FROM
-    folds = [_folded(task, body, constraints) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
+    folds = [_folded(task, body, constraints) if folding else unfolded(body) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)
     blocks = [
         group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
@@ -249,7 +249,7 @@ class _Group:
             arguments=tuple(self.value(name, v.aval) for name, v in zip(task.inputs, body.invars, strict=True)),
             weight=task.times,
             nested=False,
-            classes=folded.classes,
+            folded=folded,
             only_phase=task.phase,
             combined=task.combined,
             equivalent=equivalent,

@@ -64,15 +64,18 @@ def free_carry(body: jc.Jaxpr, consts: Sequence[bool], carry: Sequence[bool], xs
         carry = kept
 
 
+def free_in_body(loop: jp.Scan, operands: Sequence[bool]) -> list[bool]:
+    """Return for each input of a scan's body whether it is free, by the operands of the scan that are."""
+    body, first_xs = jc.open_jaxpr(loop.body)[0], loop.num_consts + loop.num_carry
+    consts, carry, xs = operands[: loop.num_consts], operands[loop.num_consts : first_xs], operands[first_xs:]
+    return [*consts, *free_carry(body, consts, carry, xs), *xs]
+
+
 def _free_nested(eqn: jc.JaxprEqn, operands: list[bool]) -> list[bool]:
     match eqn.primitive.name:
         case "scan":
             loop = jp.scan_of(eqn)
-            body = jc.open_jaxpr(loop.body)[0]
-            consts, rest = operands[: loop.num_consts], operands[loop.num_consts :]
-            carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
-            carry = free_carry(body, consts, carry, xs)
-            return free_outputs(body, [*consts, *carry, *xs])
+            return free_outputs(jc.open_jaxpr(loop.body)[0], free_in_body(loop, operands))
         case "while":
             loop = jp.while_of(eqn)
             own = operands[loop.cond_consts : loop.cond_consts + loop.body_consts]
