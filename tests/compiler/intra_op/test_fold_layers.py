@@ -189,7 +189,7 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str, num_micr
     together, apart = plans
     assert len(together.table.costs) < len(apart.table.costs) / 2
     assert together.optimum.value <= 1.02 * apart.optimum.value
-    # The ends of the model have traffic of their own; in bodies of loops and recomputation the first layer stands for all.
+    # The ends of the model have traffic of their own; in loops and recomputed bodies the first layer stands for all.
     program_s = block_times(together.program.block, MESH_COSTS).total_s
     nearly = 1e-5 if kind == "remat" or num_microbatches > 1 else 1e-6
     assert together.optimum.value == pytest.approx(program_s, rel=nearly)
