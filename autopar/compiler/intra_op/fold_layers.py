@@ -7,12 +7,12 @@ input its name, shape and type, with all numbers of names and scopes left out, s
 Then each mixes into its colour those of what it reads and of its readers, over and over (Weisfeiler and Leman), so that
 equal colours mean equal surroundings: a query's product is not equivalent to a key's, which is named or used otherwise.
 
-A long loop over microbatches is looked into: what its body is given has the surroundings of what it is given for, and
-its results those of who reads them.
-
 Taken literally this tells every layer from the next, by its distance from the loss. So a colour is only split into
 large parts: query and key split the products of all layers in halves, while the ends of the model take one layer off,
 which stays with the others.
+
+The body of a long loop is coloured with the program that it stands in: what it is given has the surroundings of the
+operand, its results are read by those who read the loop's, and the next round reads what becomes of the carry.
 
 Equivalent equations may read values that are not: planning counts every read by itself, so its costs stay true.
 """
