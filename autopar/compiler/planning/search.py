@@ -528,8 +528,10 @@ class _Search:
         candidate, problem = region.candidate, self.space.known_of(region.region.num_stages).problem
         problem, stages, on = self.within_time(problem), candidate.stages, candidate.stages[0].submesh
         alone = len(stages) == 1 and len(candidate.virtual_stages) == 1
-        if alone and not problem.offloads:
-            # The layouts of one program on one mesh are searched in one piece.
+        loops = self.space.is_large and candidate.layers.num_microbatches > 1
+        if alone and not problem.offloads and not loops:
+            # The layouts of one program on one mesh are searched in one piece. A large loop over microbatches takes
+            # minutes so; its tasks apart, as those of other stages, take seconds, and hosts little to start.
             program = self.space.program(on.num_devices, None, candidate.layers.num_microbatches, group=on.group)
             seconds = self.solve_program(replace(program, bound_s=region.region.bound_s))
             self.learned.learn_step(candidate, seconds)

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -95,6 +98,21 @@ def test_of_one_stage_the_number_that_tells_of_all_others_is_looked_at_first(pro
         state.open = before
     state.open.remove(telling)
     assert not waiting()
+
+
+def test_one_stage_of_a_large_step_is_tasks_where_it_has_several_microbatches(monkeypatch, tmp_path):
+    monkeypatch.setattr(Space, "is_large", True)
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    params, batch = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), arguments(64, 16384))
+    expected = jax.jit(train_step)(params, batch)
+    for memory, is_one_program in ((5_000_000, False), (500_000_000, True)):
+        step = autopar.parallelize(train_step, method=autopar.Auto(num_stages=1, memory=memory))
+        plan = step.trace(params, batch).plan().plan
+        assert (plan.num_microbatches == 1) is is_one_program is (plan.sharding is not None)
+        assert len(plan.meshes) == 1 and (plan.meshes[0].sharding is None) is is_one_program
+        found = step(params, batch)
+        for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_larger_microbatches_come_last_where_memory_is_short_and_stages_would_wait_for_them(problem):
