@@ -336,15 +336,14 @@ class _Search:
         """Return whether all numbers of microbatches from the best to a region's were looked at, and hardly take more.
 
         The time of stages falls and then rises with the number of microbatches. Numbers of which the examples do not
-        divide among the devices of a stage, as those of the best do, are none of them.
+        divide among the devices of a stage, as those of the best do, are none of them. As long as there is no best, one
+        stage waits for the number that tells of all others.
         """
         times_s = self.times_s_of(region.num_stages)
         if not self.layers_tell or region.attempt:
             return True
-        if self.is_told_soon(region):
-            return False
         if not self.numbers.best_of.get(region.num_stages):
-            return True
+            return not self.is_told_soon(region)
         best, count, rows = self.numbers.best_of[region.num_stages], region.num_microbatches, self.space.rows
         least, largest = best.timing.num_microbatches, max(stage.submesh.num_devices for stage in best.stages)
         between = [

@@ -96,6 +96,13 @@ def test_of_one_stage_the_number_that_tells_of_all_others_is_looked_at_first(pro
         before, state.open = state.open, [dataclasses.replace(e, **later) if e is telling else e for e in state.open]
         assert not waiting()
         state.open = before
+    assert state.space.known is not None
+    found = stage_candidates(problem, state.space.known, 8, (1, 1), math.inf)
+    region = next(each for each in of_one_stage() if each.num_microbatches == 8)
+    state.numbers.learn(region, found, math.inf)
+    assert telling.num_microbatches in waiting()  # behind numbers that nothing is known of: none waits for it
+    assert {6, 12}.isdisjoint(waiting())
+    state.numbers.best_of.clear()
     state.open.remove(telling)
     assert not waiting()
 
