@@ -142,7 +142,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    *("keeps_exponentials", "gathers_outermost"),
+    *("keeps_exponentials", "gathers_outermost", "copies_state"),
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
@@ -270,6 +270,9 @@ class Machine:
     of kernels so: those that are written with space first are copied."""
     gathers_outermost: bool = False
     """XLA gathers arrays along the dimension that is outermost in memory: along any other they are transposed then."""
+    copies_state: bool = False
+    """XLA copies new state to the place of the old one when all else is done, if it is gathered of updated parts, or
+    comes of gradients that are transposed behind their sum."""
     channels_last: tuple[str, ...] = ()
     """The types of images, of `DTYPES`, whose channels are innermost where XLA has libraries compute convolutions;
     those of other types have space innermost. What lies otherwise is copied."""

@@ -42,6 +42,8 @@ from autopar.compiler.jaxprs.primitives import (
 Strides = tuple[int, ...]
 Layout = tuple[tuple[int, int], ...]
 """From the outermost dimension to the innermost, its size and its stride in what is transposed."""
+_TILE = 128
+"""Elements of the innermost dimension in a tile of memory, where compilers lay arrays out in tiles, as for TPUs."""
 _LARGE = 8
 """An operand decides about the layout of a result of up to so many times its size."""
 _KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
@@ -77,6 +79,16 @@ def reorders_images(eqn: jc.JaxprEqn, channels_last: bool) -> bool:
         return False
     images: Any = eqn.invars[0].aval
     return channels_last == (images.ndim - 1 in jp.convolution_of(eqn).lhs_spec[2:])
+
+
+def turns_tiles(eqn: jc.JaxprEqn, shape: Sequence[int]) -> bool:
+    """Return true if a transposition into an array of this shape changes its order in memory, where that is in tiles.
+
+    Arrays whose last dimension fills tiles have it innermost; others have what fills them better there, whatever order
+    their dimensions are written in.
+    """
+    innermost = jp.permutation_of(eqn)[-1]
+    return innermost != len(shape) - 1 and shape[-1] % _TILE == 0
 
 
 def channel_bytes(eqn: jc.JaxprEqn) -> int:

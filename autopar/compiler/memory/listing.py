@@ -33,7 +33,7 @@ from autopar.compiler.jaxprs.primitives import (
     SELECTIONS,
     WINDOWS,
 )
-from autopar.compiler.jaxprs.strides import reads_transposed, reorders_images, writes_transposed
+from autopar.compiler.jaxprs.strides import reads_transposed, reorders_images, turns_tiles, writes_transposed
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -46,6 +46,7 @@ from autopar.compiler.memory.allocation import (
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
+    made_elsewhere,
     rectifies,
     transposing_updates,
     without_places,
@@ -117,6 +118,10 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.keep()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
     vacated = lister.hold(replaced(inputs, outputs, border))
+    if mesh_costs.machine.copies_state:
+        copies = lister.copy_last(replaced(inputs, outputs, border))
+        vacated |= {old for result, old in replaced(inputs, outputs, border) if result in copies}
+        outputs = [copies.get(key, key) for key in outputs]
     return MemoryProgram(
         ops=lister.ops,
         inputs=inputs,
@@ -154,6 +159,8 @@ class _Lister:
     """What collectives make in an order of dimensions of their own."""
     ordered: set[Value] = field(default_factory=set[Value])
     """Values that something reads to which the order of dimensions matters: no product, no reduction."""
+    turned: set[Hashable] = field(default_factory=set[Hashable])
+    """What is transposed into another order in memory."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
     """What libraries write in another order of dimensions, of regions in line too."""
 
@@ -188,6 +195,12 @@ class _Lister:
                 self.sources[result] = self._source(operand)
                 if _reverses_nothing(eqn):
                     self.unchanged[result] = self.unchanged.get(operand, operand)
+            case Evaluate(eqn=eqn, operands=(Value() as operand,), results=(result,)) if (
+                eqn.primitive.name == "transpose"
+            ):
+                aval: Any = result.variable.aval
+                turns = turns_tiles(eqn, local_shape(tuple(aval.shape), result.layout, self.mesh))
+                self.turned.update(self._keys(operand) if turns else ())
             case Evaluate(eqn=eqn, operands=(_, Value() as operand)) if eqn.primitive.name == ADDED_TO_ZEROS:
                 self.zeros.add(self._source(operand))
             case _:
@@ -276,6 +289,7 @@ class _Lister:
             actions=self.actions,
             inner=self.inner,
             nbytes=self.nbytes,
+            turned=self.turned,
             transposed=self.transposed,
             names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
         )
@@ -385,6 +399,21 @@ class _Lister:
         self.ops[:0], self.actions[:0] = copies, actions
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
         return twins.keys() - updated
+
+    def copy_last(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, BlockValue]:
+        """Copy results that are made elsewhere to the places of the state that they replace, when all else is done.
+
+        Return these copies by result.
+        """
+        _, roots = self._read_by(lambda op: False)
+        copies: dict[Hashable, BlockValue] = {}
+        for result, number in made_elsewhere(self.ops, roots, replaced, self.turned):
+            assert isinstance(result, BlockValue)
+            copies[result] = result._replace(twin=True)
+            self.nbytes[copies[result]] = self.nbytes[result]
+            self.ops.append(Op("apart", (result,), (copies[result],)))
+            self.actions.append(self.actions[number])
+        return copies
 
     def _op(self, action: Action) -> Op:
         match action:

@@ -3,10 +3,10 @@
     ops in the order of the program  ->  ops in the order of the compiler, with the number that each had
 
 Most keep their order. What only results depend on, the update, is done as soon as its operands are there. Results of
-its collectives wait for other work to end. Sums of gradients are combined until their results have 30 MiB, or what a
-machine says: they are one collective, and whole gradients are kept until the last of them is there and summed. The
-result of a reduce-scatter is the part of a device; where it is an all-reduce, of which every device takes its part, it
-is whole.
+its collectives wait for other work to end, but for sums that nothing runs beside. Sums of gradients are combined until
+their results have 30 MiB, or what a machine says: they are one collective, and whole gradients are kept until the last
+of them is there and summed. The result of a reduce-scatter is the part of a device; where it is an all-reduce, of which
+every device takes its part, it is whole.
 
 Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
 run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
@@ -86,11 +86,12 @@ def order_ops(
         deferred = _large(ops, before, nbytes, groups)
     slices = _slices(ops)
     moved = _Slices(late=slices) if for_latency else _Slices(early=slices) if for_memory else _Slices()
-    times = _times(ops, before, tail, held, deferred, moved)
+    beside = [bool(op.collective) and (scatters_sums or op.collective not in _SUMS) for op in ops]
+    times = _times(ops, before, tail, beside, held, deferred, moved)
     for group in groups:
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
-    times = _times(ops, before, tail, held, deferred, moved)
+    times = _times(ops, before, tail, beside, held, deferred, moved)
     waiting = [len(each) for each in before]
     after: list[list[int]] = [[] for _ in ops]
     for number, each in enumerate(before):
@@ -186,11 +187,15 @@ def _times(
     ops: Sequence[Op],
     before: Sequence[set[int]],
     tail: Sequence[bool],
+    beside: Sequence[bool],
     held: Mapping[int, float],
     deferred: Mapping[int, float],
     moved: _Slices,
 ) -> list[float]:
-    """Return the time of each op: its number, or the time of the last op that it needs or waits for."""
+    """Return the time of each op: its number, or the time of the last op that it needs or waits for.
+
+    `beside`: by op, true if it is a collective that runs beside other work.
+    """
     times: list[float] = []
     late: set[int] = set()
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
@@ -200,7 +205,7 @@ def _times(
     for number in range(len(ops)):
         if tail[number]:
             # The results of collectives come while other work is going on, and wait for it.
-            behind = any(other in late or (tail[other] and ops[other].collective) for other in before[number])
+            behind = any(other in late or (tail[other] and beside[other]) for other in before[number])
             if behind:
                 late.add(number)
         if number in deferred:

@@ -1,6 +1,6 @@
-"""Find the arrays that a GPU's compiler makes beside those of a program: copies, and zeros.
+"""Find the arrays that compilers make beside those of a program: copies, and zeros.
 
-Libraries compute convolutions in another order of dimensions than programs:
+Libraries of GPUs compute convolutions in another order of dimensions than programs:
 
     kernel (height, width, in, out)    ->  a copy (out, height, width, in), read by the convolutions in its place
     gradient (height, width, in, out)  <-  a library writes (out, height, width, in), and the update transposes it
@@ -8,6 +8,11 @@ Libraries compute convolutions in another order of dimensions than programs:
 An update that transposes what it reads cannot write over the state that it reads beside it: the compiler has copied
 that to other memory since the program began. By then the state's own place is free, and the copy of an equal array that
 is updated earlier stands there: the one that is updated last of all of a size takes memory of its own.
+
+Compilers that insert copies before they order a program (those for TPUs) do not make new state in the place of the old
+one if it is gathered of updated parts, or updated in another order of dimensions: that of a sum of gradients which the
+program transposes, as no product can write through a sum what is transposed behind it. Such state is copied to its
+place when all else is done, what was made last first: it may lie in the place of what was made before it.
 
 The zeros that gradients of windows are added to are those that a linear rectifier of the same shape compares with: the
 kernel that rectifies writes them, and they are there until the gradients are.
@@ -65,6 +70,29 @@ def transposing_updates(
         if transposing and reading:
             found[old] = TransposingUpdate(reads=reading, number=min(transposing))
     return found
+
+
+def made_elsewhere(
+    ops: Sequence[Op], roots: Mapping[Key, Key], replaced: Iterable[tuple[Key, Key]], turned: Collection[Key]
+) -> list[tuple[Key, int]]:
+    """Return the results that are not made in the places of the arrays that they replace, with the ops that make them.
+
+    They are in the order in which they are copied there. `turned` is what the program transposes.
+    """
+    makers = {key: number for number, op in enumerate(ops) for key in op.results}
+    origins = {roots.get(key, key) for key in turned}
+    sums = {key: makers[key] for key in origins if key in makers and ops[makers[key]].collective}
+    pairs = [*replaced]
+    transposing = transposing_updates(ops, roots, pairs, sums)
+    found: list[tuple[int, Key, int]] = []
+    for result, old in pairs:
+        number = makers.get(roots.get(result, result))
+        if number is not None and old in transposing:
+            read = {roots.get(key, key) for key in ops[transposing[old].number].reads}
+            found.append((max(sums[key] for key in read.intersection(sums)), result, number))
+        elif number is not None and ops[number].collective == "all-gather":
+            found.append((number, result, number))
+    return [(result, number) for _, result, number in sorted(found, key=lambda each: -each[0])]
 
 
 def without_places(updated: Mapping[Key, int], nbytes: Mapping[Key, float]) -> list[Key]:

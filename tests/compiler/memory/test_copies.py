@@ -1,4 +1,4 @@
-"""Copies that GPUs' compilers make of what is gathered, sliced or convolved: blocks by hand, on two devices."""
+"""Copies that compilers make of what is gathered, sliced or convolved: blocks by hand, on two devices."""
 
 import dataclasses
 
@@ -177,3 +177,28 @@ def test_what_is_reversed_along_one_place_is_gathered_once(reversed_dim: int, pa
     )
     machine = dataclasses.replace(A100, gathers_outermost=False)
     assert temporary_bytes(block, machine) == parts_there * 4 * 2048 * 1024
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_state_that_is_gathered_of_updated_parts_is_not_made_in_its_place(copies: bool):
+    machine = dataclasses.replace(Machine.named("tpu-v5p"), copies_state=copies)
+    jaxpr = jax.make_jaxpr(jnp.sin)(jax.ShapeDtypeStruct((4096, 4096), "float32")).jaxpr
+    (eqn,), (w,) = jaxpr.eqns, jaxpr.invars
+    whole, split = replicated(2), Layout(((0,), ()))
+    state, part, new = Value(w, whole), Value(w, split, "part"), Value(eqn.outvars[0], split)
+    gathered_again = Value(eqn.outvars[0], whole)
+    block = LocalBlock(
+        jaxpr=jaxpr,
+        inputs=(state,),
+        actions=(
+            Reshard(operand=state, result=part, steps=(Slice((0,), 0),)),
+            Evaluate(eqn=eqn, operands=(part,), results=(new,), strategy=Strategy((split,), (split,))),
+            Reshard(operand=new, result=gathered_again, steps=(AllGather((0,), 0),)),
+        ),
+        outputs=(gathered_again,),
+        combined=combined_values(jaxpr, None),
+    )
+    found = peak_memory(block, MESH, [0], machine=machine)
+    one = 4 * 4096 * 4096
+    # The updated part, and what is gathered of it until that is copied.
+    assert found.peak_bytes - found.arguments_bytes == pytest.approx((1.5 if copies else 0.5) * one, rel=1e-3)

@@ -204,3 +204,14 @@ def test_sums_that_are_not_scattered_are_as_large_as_whole_gradients():
     both = sums[1]._replace(reads=("dx", "dy"))
     assert order_ops(written, nbytes, for_latency=False, scatters_sums=True).ops == [*weights, sums[0], both]
     assert order_ops(written, nbytes, for_latency=False, scatters_sums=False).ops == written
+
+
+@pytest.mark.parametrize("scatters_sums", [True, False])
+def test_updates_wait_for_other_work_unless_nothing_runs_beside_their_sums(scatters_sums: bool):
+    total = Op("apart", ("dw",), ("sw",), collective="all-reduce", steps="sum")
+    update = Op("fused", ("sw", "w"), ("new",))
+    nbytes = {"dw": 1, "sw": 1, "w": 1, "new": 1}
+    found = order_ops(
+        [WEIGHTS, BEFORE, LAST, total, update], nbytes, for_latency=False, for_memory=False, scatters_sums=scatters_sums
+    )
+    assert found.ops.index(update) == (4 if scatters_sums else 2)

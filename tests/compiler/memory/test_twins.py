@@ -1,14 +1,15 @@
-"""Which arrays a GPU's compiler makes beside those of a program."""
+"""Which arrays compilers make beside those of a program."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.jaxprs.strides import reads_transposed, writes_transposed
+from autopar.compiler.jaxprs.strides import reads_transposed, turns_tiles, writes_transposed
 from autopar.compiler.memory.liveness import Op
 from autopar.compiler.memory.twins import (
     TransposingUpdate,
+    made_elsewhere,
     rectifies,
     transposing_updates,
     without_places,
@@ -77,3 +78,40 @@ def test_copies_stand_in_the_places_of_what_is_updated_later():
     nbytes = dict.fromkeys(updated, 8.0) | {"large": 16.0}
     # The places of the last one, and of one of the two before it, take the copies of what is updated earlier.
     assert sorted(without_places(updated, nbytes)) == ["its own", "large", "last"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "turns"),
+    [
+        pytest.param((1024, 512), (1, 0), True, id="rows become columns"),
+        pytest.param((2, 1024, 512), (1, 0, 2), False, id="what is innermost stays so"),
+        pytest.param((16, 64, 1024), (2, 0, 1), False, id="64 fill no tile: they lie as before"),
+    ],
+)
+def test_a_transposition_turns_tiles_that_it_fills(shape: tuple[int, ...], order: tuple[int, ...], turns: bool):
+    (eqn,) = jax.make_jaxpr(lambda x: x.transpose(order))(jnp.zeros(shape)).jaxpr.eqns
+    assert turns_tiles(eqn, eqn.outvars[0].aval.shape) == turns
+
+
+@pytest.mark.parametrize(
+    ("collective", "turned", "elsewhere"),
+    [
+        pytest.param("all-reduce", {"sum"}, True, id="a sum that is transposed"),
+        pytest.param("", {"sum"}, False, id="a product is written transposed"),
+        pytest.param("all-reduce", set(), False, id="a sum in the order of the state"),
+    ],
+)
+def test_what_is_updated_in_another_order_is_copied_to_its_place(collective: str, turned: set[str], elsewhere: bool):
+    ops = [
+        Op("apart", ("gradient",), ("sum",), collective=collective),
+        Op("view", ("sum",), ("gradient of the state",)),
+        Op("fused", ("gradient of the state", "state"), ("new",)),
+    ]
+    found = made_elsewhere(ops, {"gradient of the state": "sum"}, [("new", "state")], turned)
+    assert found == ([("new", 2)] if elsewhere else [])
+
+
+def test_what_is_gathered_is_copied_to_its_place_the_last_first():
+    ops = [Op("apart", (f"part of {name}",), (name,), collective="all-gather") for name in ("first", "second")]
+    found = made_elsewhere(ops, {}, [("first", "old"), ("second", "other old")], ())
+    assert found == [("second", 1), ("first", 0)]
