@@ -142,7 +142,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    *("keeps_exponentials", "gathers_outermost", "copies_state"),
+    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
 )
 """What is said of the compiler for a machine."""
 _POSITIVE = (
@@ -252,6 +252,8 @@ class Machine:
     """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
     fuses_products: bool = False
     """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
+    computes_narrower: bool = False
+    """Where XLA fuses products, their kernels compute 16-bit operands of wider arrays, too: probabilities of scores."""
     holds_rows: bool = False
     """XLA reduces rows and computes what follows in one kernel, and exponentials once more in each that reads them."""
     keeps_exponentials: bool = False

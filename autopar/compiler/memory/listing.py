@@ -450,6 +450,7 @@ class _Lister:
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
                     growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
+                    computes_narrower=self.machine.computes_narrower,
                     reorders=self._reorders(eqn),
                     keeps_order=eqn.primitive.name in WINDOWS | SELECTIONS,
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)

@@ -74,6 +74,8 @@ class Op(NamedTuple):
     """It takes a part of an array."""
     behind_barrier: bool = False
     """What it reads is held in memory by a barrier in front of it, though it is fused."""
+    computes_narrower: bool = False
+    """A product whose kernel computes what it reads, though it reads larger arrays for that."""
     reorders: bool = False
     """It is of a library that reads and writes arrays in another order of dimensions than programs have them."""
     keeps_order: bool = False
@@ -263,7 +265,7 @@ class _Program:
         """Return the places that an op reads from memory."""
         places = dict.fromkeys(map(self._place, op.reads))
         if op.kind not in _APART and not op.behind_barrier:
-            direct = self.smaller if op.kind == "product" else set[Key]()
+            direct = self.smaller if self._reads_smaller(op) else set[Key]()
             computed = {place: self._root(place) for place in places if self._root(place) not in direct}
             behind = [self.behind.get(computed[place], (place,)) if place in computed else (place,) for place in places]
             places = dict.fromkeys(itertools.chain.from_iterable(behind))
@@ -304,7 +306,10 @@ class _Program:
 
         The kernel of a product computes what it reads unless it would read larger arrays for that.
         """
-        return self._is_apart(time) or (self.ops[time].kind == "product" and key in self.smaller)
+        return self._is_apart(time) or (self._reads_smaller(self.ops[time]) and key in self.smaller)
+
+    def _reads_smaller(self, op: Op) -> bool:
+        return op.kind == "product" and not op.computes_narrower
 
     def _is_read_in_two_orders(self, readers: Sequence[int]) -> bool:
         """Return true if what is computed of an array is read by copies in another order, and else by fused ops."""

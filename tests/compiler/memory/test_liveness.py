@@ -24,14 +24,15 @@ def test_what_a_product_reads_is_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("size", "kept"),
+    ("size", "narrower", "kept"),
     [
-        pytest.param(1, {"a": (0, 3)}, id="a product computes what it reads"),
-        pytest.param(0.5, {"a": (0, 2), "b": (1, 3)}, id="but not what is smaller than what it would read instead"),
+        pytest.param(1, False, {"a": (0, 3)}, id="a product computes what it reads"),
+        pytest.param(0.5, False, {"a": (0, 2), "b": (1, 3)}, id="but not what is smaller than what it would read"),
+        pytest.param(0.5, True, {"a": (0, 3)}, id="unless the compiler has it do so"),
     ],
 )
-def test_what_a_product_computes_that_reads_no_more_for_it(size: float, kept):
-    ops = [PRODUCT, Op("fused", ("a",), ("b",)), Op("product", ("b", "w"), ("c",))]
+def test_what_a_product_computes_that_reads_no_more_for_it(size: float, narrower: bool, kept):
+    ops = [PRODUCT, Op("fused", ("a",), ("b",)), Op("product", ("b", "w"), ("c",), computes_narrower=narrower)]
     found = lifetimes(ops, "xw", "c", dict.fromkeys("acwx", 1.0) | {"b": size})
     spans = {key: (life.start, life.stop) for key, life in found.whole.items() if key in "ab"}
     assert spans == kept
