@@ -12,7 +12,8 @@ is updated earlier stands there: the one that is updated last of all of a size t
 Compilers that insert copies before they order a program (those for TPUs) do not make new state in the place of the old
 one if it is gathered of updated parts, or updated in another order of dimensions: that of a sum of gradients which the
 program transposes, as no product can write through a sum what is transposed behind it. Such state is copied to its
-place when all else is done, what was made last first: it may lie in the place of what was made before it.
+place when all else is done, what was made last first: it may lie in the place of what was made before it. It is updated
+then, too: some of it is earlier, but arrays in such places leave gaps, and need about as much.
 
 The zeros that gradients of windows are added to are those that a linear rectifier of the same shape compares with: the
 kernel that rectifies writes them, and they are there until the gradients are.
