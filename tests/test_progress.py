@@ -61,12 +61,13 @@ def test_both_are_turned_off_by_the_environment(monkeypatch, terminal):
     assert "best so far" not in shown_by(terminal)
 
 
-def test_a_search_says_what_it_is_at(monkeypatch):
+def test_a_search_says_what_it_is_at(monkeypatch, tmp_path):
     def step(params, batch):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # where no such plan is known
     monkeypatch.setattr("autopar.progress.Console", lambda **_: console)
     params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
     cluster = autopar.Cluster.parse("2x p3.16xlarge")

@@ -35,7 +35,7 @@ from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.kinds import allowed_splits, graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, layer_class
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, layer_constraints, memory_charges
+from autopar.compiler.planning.layer_costs import STAGE_PRICES, layer_constraints, memory_charges
 from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.one_mesh import mesh_choices
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages, with_input_specs
@@ -84,10 +84,10 @@ def _with_layouts(
     """Return the plan with some meshes anew; within memory, if any of the multipliers makes it fit."""
     sharded = {number: mesh.best(asked[number], {}) for number, mesh in meshes.items()}
     first = found = _with_shardings(planning.plan, graph, sharded)
-    for multiplier in MEMORY_MULTIPLIERS[1:]:
+    for price in STAGE_PRICES[1:]:
         if planning.fits(found):
             return found
-        charged = {n: meshes[n].stage.charges(sharding, multiplier) for n, sharding in sharded.items()}
+        charged = {n: meshes[n].stage.charges(sharding, *price) for n, sharding in sharded.items()}
         leaner = {number: mesh.best(asked[number], charged[number]) for number, mesh in meshes.items()}
         found = _with_shardings(planning.plan, graph, leaner)
     return found if planning.fits(found) else first
@@ -127,14 +127,14 @@ class _Stage:
         received = received_seconds(graph, plan, number, planning.cluster)
         return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
 
-    def charges(self, sharding: MeshSharding, multiplier: float) -> dict[str, float]:
+    def charges(self, sharding: MeshSharding, multiplier: float, within: bool) -> dict[str, float]:
         """Return the seconds of each byte of a value, received or in memory, beside the times of a known sharding."""
         stage = self.constrained
         seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
         for task in stage.tasks:
             seconds[task.phase] += sharding.times[task.name].total_s
         cost = StageCost(forward_s=seconds["forward"], backward_s=seconds["backward"], update_s=seconds["update"])
-        charged = memory_charges(stage.layer, cost, multiplier)
+        charged = memory_charges(stage.layer, cost, multiplier, within=within)
         names = {**stage.received, **charged}
         return {name: stage.received.get(name, 0.0) + charged.get(name, 0.0) for name in names}
 
@@ -343,13 +343,13 @@ def laid_out_anew(planning: Planning, bare: Plan) -> Plan:
         return replace(bare, meshes=tuple(replace(mesh, sharding=None) for mesh in bare.meshes))
     stages = [_Stage.of(planning, graph, bare, number) for number in range(len(bare.meshes))]
     first = found = _sharded(planning, bare, graph, [stage.constrained for stage in stages])
-    for multiplier in MEMORY_MULTIPLIERS[1:]:
+    for price in STAGE_PRICES[1:]:
         if planning.fits(found):
             return found
         charged: list[ConstrainedStage] = []
         for stage, mesh in zip(stages, first.meshes, strict=True):
             assert mesh.sharding is not None
-            charged.append(replace(stage.constrained, received=stage.charges(mesh.sharding, multiplier)))
+            charged.append(replace(stage.constrained, received=stage.charges(mesh.sharding, *price)))
         found = _sharded(planning, bare, graph, charged)
     return found if planning.fits(found) else first
 

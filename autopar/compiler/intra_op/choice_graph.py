@@ -97,6 +97,8 @@ class BlockGraph:
     copies: dict[jc.Var, dict[str, LayoutNode]] = field(default_factory=dict[jc.Var, dict[str, LayoutNode]])
     """By phase, the form in which it is read by the several readers of the phase."""
     results: list[LayoutNode | None] = field(default_factory=list[LayoutNode | None])
+    kept: list[tuple[LayoutNode, jc.Var]] = field(default_factory=list[tuple[LayoutNode, jc.Var]])
+    """Of a forward task that holds its backward pass: the forms in which values wait for that, and their values."""
 
 
 @dataclass(kw_only=True)
@@ -300,6 +302,10 @@ class BlockBuilder:
     """By free value the equation that makes it."""
     widened: set[jc.Var] = field(default_factory=set[jc.Var])
     """The values that are to be summed in more bits: not before they have these."""
+    given: set[jc.Var] = field(default_factory=set[jc.Var])
+    """The inputs."""
+    made_late: set[jc.Var] = field(default_factory=set[jc.Var])
+    """The values that a backward pass makes."""
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
@@ -307,6 +313,7 @@ class BlockBuilder:
         self.kinds = equation_classes(self.jaxpr)
         self.traffic = fused_traffic(self.jaxpr, self.within, rules=FusionRules.of(machine))
         self.free.update(self.jaxpr.constvars)
+        self.given.update(self.jaxpr.invars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             if node is None:
                 self.free.add(v)
@@ -369,6 +376,8 @@ class BlockBuilder:
         if eqn.primitive.name == WIDENING and isinstance(eqn.invars[0], jc.Var):
             self.widened.add(self.first(eqn.invars[0]))
         phase = self.phase(eqn)
+        if phase == "backward":
+            self.made_late.update(eqn.outvars)
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
                 like = body.equivalent_inputs.get(operand, operand) if body else operand
@@ -480,6 +489,10 @@ class BlockBuilder:
         alone = Counter(key for each in values for key in self.uses[each] if len(self.uses[each]) == 1)
         for key, times in alone.items():
             self._reshard(v, source, readers[key].node, times, readers[key].phase)
+        waits = v not in self.made_late and any(reader.phase == "backward" for reader in readers.values())
+        waits = waits and self.only_phase == "forward"
+        if waits and v not in self.given:
+            done.kept.extend((source, each) for each in values if len(self.uses[each]) == 1)
         if not several:
             return
         reads = Counter(key for each in several for key in self.uses[each])
@@ -487,6 +500,8 @@ class BlockBuilder:
         stored = self._form(v, "stored", source)
         self._reshard(v, source, stored, len(several), min(phases, key=PHASES.index))
         done.stored.update(dict.fromkeys(several, stored))
+        if waits and ("forward" in phases or v not in self.given):
+            done.kept.extend((stored if "forward" in phases else source, each) for each in several)
         for phase in phases:
             mine, origin = [key for key in reads if readers[key].phase == phase], stored
             if len(mine) > 1 and len(phases) > 1:

@@ -43,6 +43,9 @@ from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.combining import CombinedValues, combined_values
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 
+KEPT_WITHIN = "kept within a task"
+"""The name of what forward tasks that hold their backward pass keep for that, among those that have multipliers."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupTask:
@@ -128,13 +131,21 @@ class TaskGraph:
     def charges(self, multipliers: Mapping[str, float]) -> dict[int, np.ndarray]:
         """Return by node what its options cost more at memory multipliers."""
         found: dict[int, np.ndarray] = {}
-        for name, multiplier in sorted(multipliers.items()):
-            node = self.values.get(name)
+        each: list[tuple[str, LayoutNode | None, Any]] = [
+            (name, self.values[name], self.types[name]) for name in sorted(multipliers) if name in self.values
+        ]
+        each += [(KEPT_WITHIN, node, v.aval) for node, v in self.kept if KEPT_WITHIN in multipliers]
+        for name, node, aval in each:
             if node is not None:
-                shape = self.types[name].shape
-                shares = np.array([1 / num_shards(shape, layout, self.table.mesh) for layout in node.layouts])
-                found[node.number] = found.get(node.number, 0.0) + multiplier * aval_bytes(self.types[name]) * shares
+                multiplier = multipliers[name]
+                shares = np.array([1 / num_shards(aval.shape, layout, self.table.mesh) for layout in node.layouts])
+                found[node.number] = found.get(node.number, 0.0) + multiplier * aval_bytes(aval) * shares
         return found
+
+    @cached_property
+    def kept(self) -> list[tuple[LayoutNode, jc.Var]]:
+        """The forms in which values wait for the backward pass in the forward task that holds it."""
+        return [each for block in self.blocks for each in block.kept]
 
     def plan_of(self, optimum: Optimum) -> GroupPlan:
         """Return the plan that an optimum means."""

@@ -443,7 +443,10 @@ class _Fusion:
                 moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
                 for place, v in enumerate(self._operands(number)):
                     maker = self.makers.get(v)
-                    if v is None or (maker is not None and self._is_handed(maker, kernel)):
+                    if v is None:
+                        continue
+                    if maker is not None and self._is_handed(maker, kernel):
+                        groups.join((number, kernel), (maker, kernel))
                         continue
                     handed = maker is not None and self.kinds[maker] in ("fused", "constant")
                     # A scalar in common is no reason to be computed in one kernel.

@@ -19,6 +19,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -31,7 +32,14 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.dimension_kinds import part_kinds
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, PricedTaskGraph, task_graph
+from autopar.compiler.intra_op.plan_tasks import (
+    KEPT_WITHIN,
+    GroupConstraints,
+    GroupPlan,
+    GroupTask,
+    PricedTaskGraph,
+    task_graph,
+)
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.host_state import PART_SHARE, PARTS_AT_ONCE
@@ -50,6 +58,9 @@ from autopar.methods import Auto
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
 """Seconds that keeping everything whole would cost, in multiples of the time without such a cost."""
+STAGE_PRICES = ((MEMORY_MULTIPLIERS[0], False), *itertools.product(MEMORY_MULTIPLIERS[1:], (False, True)))
+"""For a stage as a whole, each of these, at first without a price for what a task keeps within: layers apart keep
+nothing so, and a stage may have the room."""
 SAVED_FOR_NOTHING = math.inf
 """The multiplier of layouts that are not solved for yet: the fastest ones, as if they needed the least memory."""
 _HARDLY_LONGER = 1 + 1e-6
@@ -341,14 +352,20 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
     }
 
 
-def memory_charges(layer: LayerClass, cost: StageCost, memory_multiplier: float) -> dict[str, float]:
-    """Return the seconds that each byte of a value costs: all of them whole cost a multiple of the step's time."""
+def memory_charges(
+    layer: LayerClass, cost: StageCost, memory_multiplier: float, *, within: bool = False
+) -> dict[str, float]:
+    """Return the seconds that each byte of a value costs: all of them whole cost a multiple of the step's time.
+
+    Also of what forward tasks keep for the backward pass that they hold, if that is to cost as well.
+    """
     types = layer.types
     times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
     step_s = times * (cost.forward_s + cost.backward_s) + cost.update_s
     weights = {n: 1.0 for n in layer.state if n in types}
     weights |= {n: float(_TYPICAL_IN_FLIGHT) for n in layer.kept | layer.fed if n in types}
     whole = sum(weight * aval_bytes(types[name]) for name, weight in weights.items())
+    weights |= {KEPT_WITHIN: 1.0} if within else {}
     return {name: memory_multiplier * step_s * weight / whole for name, weight in weights.items()} if whole else {}
 
 

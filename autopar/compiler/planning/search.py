@@ -241,11 +241,11 @@ class _Search:
         """Return the first region of those that are likely to hold a better plan; None if there is none.
 
         Candidates are simulated with what was learned since only where a bound does not tell that others come first.
+        Without a plan, numbers of microbatches that are not reached come where nothing else is left.
         """
+        reached = [each for each in self.open if not isinstance(each, Stages) or self.is_reached(each)]
         queue: list[tuple[tuple[float, ...], int, Region]] = []
-        for place, region in enumerate(self.open):
-            if isinstance(region, Stages) and not self.is_reached(region):
-                continue
+        for place, region in enumerate(reached if reached or self.best is not None else self.open):
             likely_s = self.likely_s(region, self.learned.bound_s)
             if self.best is None or likely_s < self.enough_s:
                 queue.append((self.order(region, likely_s), place, region))

@@ -29,7 +29,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
 from autopar.compiler.planning.layer_costs import (
-    MEMORY_MULTIPLIERS,
+    STAGE_PRICES,
     gap_of,
     host_charges,
     layer_constraints,
@@ -141,10 +141,10 @@ def _best_within(
     if math.isinf(stage.memory_bytes):
         return best
     free = found = stage_cost(stage.layer, best, mesh, mesh_costs)
-    for multiplier in MEMORY_MULTIPLIERS[1:]:
+    for multiplier, within in STAGE_PRICES[1:]:
         if found.peak_bytes(stage.num_in_flight) <= stage.memory_bytes:
             break
-        charged = _added(stage.received, memory_charges(stage.layer, free, multiplier))
+        charged = _added(stage.received, memory_charges(stage.layer, free, multiplier, within=within))
         best = choices.best(charged, time_limit_s=time_limit_s, cache_directory=cache_directory)
         found = stage_cost(stage.layer, best, mesh, mesh_costs)
     return best
@@ -322,19 +322,20 @@ class _EquivalentStages:
 
     first: _StageInputs
     choices: TaskGraph | None = None
-    solutions: dict[float, _Solution] = field(default_factory=dict[float, _Solution])
-    """By memory multiplier, those of the least gap that was asked for."""
+    solutions: dict[tuple[float, bool], _Solution] = field(default_factory=dict[tuple[float, bool], _Solution])
+    """By what memory costs, those of the least gap that was asked for."""
 
-    def solution(self, memory_multiplier: float, problem: StageProblem, max_gap: float) -> _Solution:
+    def solution(self, price: tuple[float, bool], problem: StageProblem, max_gap: float) -> _Solution:
         """Return the layouts of the first stage up to a gap, computed when they are first asked for."""
-        inputs = self.first
+        inputs, (memory_multiplier, within) = self.first, price
         if self.choices is None:
             self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.mesh_costs, inputs.constraints)
-        known = self.solutions.get(memory_multiplier)
+        known = self.solutions.get(price)
         if known is None or min(known.gap, known.asked_gap) > max_gap:
             charged = _added(inputs.received, host_charges(inputs.layer, inputs.mesh_costs.machine))
             if memory_multiplier:
-                charged = _added(charged, memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier))
+                mine = memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier, within=within)
+                charged = _added(charged, mine)
             solved = self.choices.best(
                 charged,
                 time_limit_s=_SHARE_OF_TIME * problem.method.time_limit_s,
@@ -342,23 +343,23 @@ class _EquivalentStages:
                 cache_directory=problem.cache_directory,
             )
             on_device = device_tasks(inputs.tasks, solved, inputs.mesh, inputs.mesh_costs)
-            self.solutions[memory_multiplier] = _Solution(
+            self.solutions[price] = _Solution(
                 inputs=inputs,
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
                 on_device=on_device,
                 cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, on_device),
                 asked_gap=max_gap,
             )
-        return self.solutions[memory_multiplier]
+        return self.solutions[price]
 
 
 def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages, max_gap: float) -> StageLayouts:
-    """Return the layouts for the memory multiplier that the search chose, or for a higher one until the stage fits."""
+    """Return the layouts for the memory multiplier that the search chose, or for higher prices until the stage fits."""
     least = inputs.stage.cost.choice.memory_multiplier
-    for multiplier in (each for each in MEMORY_MULTIPLIERS if each >= least):
-        solution = equivalent.solution(multiplier, problem, max_gap)
+    for price in (each for each in STAGE_PRICES if each >= (least, False)):
+        solution = equivalent.solution(price, problem, max_gap)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
-        if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
+        if price == STAGE_PRICES[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap)

@@ -134,6 +134,19 @@ def test_rows_are_picked_from_memory_and_what_they_are_picked_of_is_computed_aga
     assert moved(fn, HALF, HALF, rows, product_sums=True, fuses_products=True) == pytest.approx(4, abs=0.1)
 
 
+def test_what_a_product_hands_on_is_computed_for_the_bytes_that_its_kernel_reads():
+    def softmax(x, w):
+        wide = (x @ w).astype(jnp.float32)
+        shifted = jnp.exp(wide - wide.max(1, keepdims=True))
+        return shifted / shifted.sum(1, keepdims=True)
+
+    few, many = (
+        max(each.flops_per_byte for each in traffic(softmax, HALF, w, product_sums=True, fuses_products=True)[1])
+        for w in (HALF, jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16))
+    )
+    assert few < many < 4  # and not for each byte of what a row's sum leaves, of which there are ever fewer
+
+
 def moved_by_an_iteration(step, xs: int) -> float:
     """Bytes of the body of a loop over stacks, in arrays of X."""
     stacks = [jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)] * xs

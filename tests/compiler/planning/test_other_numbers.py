@@ -58,6 +58,20 @@ def test_numbers_beyond_one_that_takes_longer_are_not_reached(problem):
     assert reached(attempt=1) == every
 
 
+def test_without_a_plan_numbers_that_are_not_reached_come_where_nothing_else_is_left(problem):
+    state = _Search.of(problem, lambda plan: math.inf)
+    assert state.space.known is not None
+    found = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
+    state.numbers.learn(region_of(state, 8), found, math.inf)
+    reached, later = region_of(state, 6), region_of(state, 1)
+    state.open = [later, reached]
+    assert state.next_region() is reached
+    state.open = [later]
+    assert state.next_region() is later
+    state.best = object()
+    assert state.next_region() is None
+
+
 def test_numbers_that_are_unlikely_to_be_the_best_hide_none_beyond_them_whose_time_falls(problem):
     state = _Search.of(problem, lambda plan: math.inf)
     assert state.space.known is not None

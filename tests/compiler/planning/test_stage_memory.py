@@ -14,13 +14,22 @@ from jax.sharding import Mesh, NamedSharding
 
 import autopar
 from autopar.compiler.analysis.aot_targets import aot_devices
+from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.intra_op.plan_tasks import task_graph
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.memory.estimate import bytes_with_headroom
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.planning.candidates import stage_candidates
+from autopar.compiler.planning.layer_classes import layer_class
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, memory_charges, stage_cost
+from autopar.compiler.planning.mesh_sharding import device_tasks
 from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_problem import StageProblem
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.compiler.planned_memory import peak_memory, planned, traced_model
 
@@ -132,6 +141,39 @@ def test_products_deferred_to_the_end_keep_their_operands():
     mesh, _, block = planned(trace, (8,))
     memory = peak_memory(block, mesh)
     assert 0 < memory.deferred_bytes < memory.peak_bytes - memory.arguments_bytes
+
+
+def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_has_a_price():
+    """Whole weights, gathered in the forward pass, would wait for the backward pass; layers apart gather them again."""
+    mesh = LogicalMesh(shape=(8, 1), axis_names=("data", "model"))
+    mesh_costs = MeshCosts(machine=dataclasses.replace(cluster().machine, product_workspace_bytes=0), mesh=mesh)
+    params, batch = arguments()
+    batch = {name: jax.ShapeDtypeStruct((64 * ROWS, WIDTH), given.dtype) for name, given in batch.items()}
+    trace = autopar.parallelize(train_step, cluster=cluster(), donate_argnums=(0,)).trace(params, batch).trace
+    problem = StageProblem(trace=trace, method=autopar.Auto(), hardware=cluster(), cache_directory=None)
+    layers, _ = KnownLayers.of(problem)(8, False, splits=False)
+    plan = Plan(
+        fingerprint="",
+        method="Auto",
+        meshes=(MeshPlan(devices=tuple(range(8)), shape=mesh.shape, axis_names=mesh.axis_names),),
+        stages=(StagePlan(layers=(0, len(layers.class_of)), mesh=0),),
+        cuts=layers.cuts,
+        num_microbatches=8,
+        input_specs={},
+    )
+    graph = cut_stages(layers.prepared, StageCut.of(plan))
+    tasks = tasks_of_stages(graph, plan.stages_on(0))
+    assert [task.phase for task in tasks] == ["forward", "update"]
+    stage = layer_class(graph, tasks)
+    choices = task_graph(tasks, mesh, mesh_costs, stage.constraints)
+    free = stage_cost(stage, choices.best({}), mesh, mesh_costs)
+    gathered: list[float] = []
+    for within in (False, True):
+        charges = memory_charges(stage, free, MEMORY_MULTIPLIERS[-1], within=within)
+        memory = device_tasks(tasks, choices.best(charges), mesh, mesh_costs)[tasks[0].name].memory
+        gathered.append(sum(part.nbytes for part in memory.parts if part.name == "all-gather"))
+    matrix = 4 * WIDTH * 4 * WIDTH
+    assert gathered == [2 * LAYERS * matrix, matrix]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="pip install 'autopar[gpu-aot]'")
