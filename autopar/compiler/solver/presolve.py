@@ -168,11 +168,10 @@ class _Work:
         for node, cost in enumerate(work.costs):
             _note(possible, node, results(_possible, cost))
         # Not by `results(results.same, ...)`: what holds itself, and so all arrays, would wait for the collector.
-        first = {id(matrix): results.same(matrix) for matrix in {id(m): m for m in problem.edges.values()}.values()}
+        different = {id(m): m for m in problem.edges.values()}
+        both = {key: (first := results.same(m), *results(_turned, first)) for key, m in different.items()}
         for (i, j), matrix in problem.edges.items():
-            matrix = first[id(matrix)]
-            turned, possible_rows, possible_columns = results(_turned, matrix)
-            work.links[i][j], work.links[j][i] = matrix, turned
+            work.links[i][j], work.links[j][i], possible_rows, possible_columns = both[id(matrix)]
             _note(possible, i, possible_rows)
             _note(possible, j, possible_columns)
         work.remove_forbidden(possible)
