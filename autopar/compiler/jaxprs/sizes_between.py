@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,33 +25,45 @@ class NotBetween(Exception):
     """Two programs differ in more than sizes, or those of a batch would not be whole."""
 
 
-def program_between(one: jc.ClosedJaxpr, other: jc.ClosedJaxpr, at: Fraction) -> jc.ClosedJaxpr:
-    """Return the program at this place of the line from one (0) to the other (1), and beyond; raise `NotBetween`."""
-    return _between(one, other, at)
+class _Place(NamedTuple):
+    at: Fraction
+    """On the line from one program (0) to the other (1), and beyond."""
+    counts: tuple[int, int, int]
+    """The numbers of microbatches of the two, and there."""
 
 
-def _between(one: Any, other: Any, at: Fraction) -> Any:
+def program_between(
+    one: jc.ClosedJaxpr, other: jc.ClosedJaxpr, at: Fraction, counts: tuple[int, int, int] = (1, 1, 1)
+) -> jc.ClosedJaxpr:
+    """Return the program at this place of the line from one (0) to the other (1), and beyond; raise `NotBetween`.
+
+    `counts` are the numbers of microbatches of the two, and there: means over microbatches divide by them.
+    """
+    return _between(one, other, _Place(at, counts))
+
+
+def _between(one: Any, other: Any, place: _Place) -> Any:
     """Return what a parameter of an equation is there."""
     if one is other:
         return one
     if isinstance(one, jc.ClosedJaxpr):
-        return _closed(one, other, at)
+        return _closed(one, other, place)
     if isinstance(one, jc.Jaxpr):
-        return _jaxpr(one, other, at)
+        return _jaxpr(one, other, place)
     if type(one) is not type(other):
         raise NotBetween
     if isinstance(one, int | np.integer) and not isinstance(one, bool):
-        return _size(int(one), int(other), at)
+        return _size(int(one), int(other), place)
     if isinstance(one, list | tuple):
-        return _items(one, other, at)
+        return _items(one, other, place)
     if isinstance(one, Mapping):
         if one.keys() != other.keys():
             raise NotBetween
-        return {key: _between(value, other[key], at) for key, value in one.items()}
-    return _as_it_is(one, other, at)
+        return {key: _between(value, other[key], place) for key, value in one.items()}
+    return _as_it_is(one, other, place)
 
 
-def _as_it_is(one: Any, other: Any, at: Fraction) -> Any:
+def _as_it_is(one: Any, other: Any, place: _Place) -> Any:
     """Return what has no size of its own: it has to be the same, but for functions, which every trace makes anew."""
     if isinstance(one, np.ndarray) or hasattr(one, "__array__"):
         if one.shape != other.shape or not bool(np.array_equal(one, other)):
@@ -61,41 +73,41 @@ def _as_it_is(one: Any, other: Any, at: Fraction) -> Any:
         return one
     if is_dataclass(one) and not isinstance(one, type):
         named = {each.name: getattr(one, each.name) for each in fields(one) if each.init}
-        return replace(one, **{name: _between(value, getattr(other, name), at) for name, value in named.items()})
+        return replace(one, **{name: _between(value, getattr(other, name), place) for name, value in named.items()})
     raise NotBetween
 
 
-def _size(one: int, other: int, at: Fraction) -> int:
-    size = one + (other - one) * at
+def _size(one: int, other: int, place: _Place) -> int:
+    size = one + (other - one) * place.at
     if size.denominator != 1 or (size <= 0 < one):
         raise NotBetween
     return int(size)
 
 
-def _items(one: Any, other: Any, at: Fraction) -> Any:
+def _items(one: Any, other: Any, place: _Place) -> Any:
     if len(one) != len(other):
         raise NotBetween
-    items = [_between(a, b, at) for a, b in zip(one, other, strict=True)]
+    items = [_between(a, b, place) for a, b in zip(one, other, strict=True)]
     return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
 
 
-def _type(one: Any, other: Any, at: Fraction) -> Any:
+def _type(one: Any, other: Any, place: _Place) -> Any:
     if one == other:
         return one
     if len(one.shape) != len(other.shape) or one.dtype != other.dtype or one.weak_type != other.weak_type:
         raise NotBetween
-    aval = jc.with_shape(one, tuple(_size(a, b, at) for a, b in zip(one.shape, other.shape, strict=True)))
+    aval = jc.with_shape(one, tuple(_size(a, b, place) for a, b in zip(one.shape, other.shape, strict=True)))
     if aval is None:
         raise NotBetween
     return aval
 
 
-def _closed(one: jc.ClosedJaxpr, other: jc.ClosedJaxpr, at: Fraction) -> jc.ClosedJaxpr:
+def _closed(one: jc.ClosedJaxpr, other: jc.ClosedJaxpr, place: _Place) -> jc.ClosedJaxpr:
     (jaxpr, consts), (twin, theirs) = jc.open_jaxpr(one), jc.open_jaxpr(other)
-    return jc.closed_jaxpr(_jaxpr(jaxpr, twin, at), _items(consts, theirs, at))
+    return jc.closed_jaxpr(_jaxpr(jaxpr, twin, place), _items(consts, theirs, place))
 
 
-def _jaxpr(one: jc.Jaxpr, other: jc.Jaxpr, at: Fraction) -> jc.Jaxpr:
+def _jaxpr(one: jc.Jaxpr, other: jc.Jaxpr, place: _Place) -> jc.Jaxpr:
     """Return the program with values of other types, equation by equation."""
     if len(one.eqns) != len(other.eqns):
         raise NotBetween
@@ -106,13 +118,14 @@ def _jaxpr(one: jc.Jaxpr, other: jc.Jaxpr, at: Fraction) -> jc.Jaxpr:
         if len(mine) != len(theirs):
             raise NotBetween
         for v, twin in zip(mine, theirs, strict=True):
-            values[v], twins[v] = jc.value_of_type(_type(v.aval, twin.aval, at)), twin
+            values[v], twins[v] = jc.value_of_type(_type(v.aval, twin.aval, place)), twin
         return [values[v] for v in mine]
 
     def read(mine: Any, theirs: Any) -> list[Any]:
         if len(mine) != len(theirs):
             raise NotBetween
-        return [_literal(a, b) if isinstance(a, jc.Literal) else known(a, b) for a, b in zip(mine, theirs, strict=True)]
+        pairs = zip(mine, theirs, strict=True)
+        return [_literal(a, b, place) if isinstance(a, jc.Literal) else known(a, b) for a, b in pairs]
 
     def known(v: jc.Var, twin: Any) -> jc.Var:
         if twins[v] is not twin:
@@ -125,14 +138,19 @@ def _jaxpr(one: jc.Jaxpr, other: jc.Jaxpr, at: Fraction) -> jc.Jaxpr:
         if eqn.primitive is not twin.primitive:
             raise NotBetween
         invars_of = read(eqn.invars, twin.invars)
-        params = _between(dict(jp.parameters(eqn)), dict(jp.parameters(twin)), at)
+        params = _between(dict(jp.parameters(eqn)), dict(jp.parameters(twin)), place)
         eqns.append(eqn.replace(invars=invars_of, outvars=made(eqn.outvars, twin.outvars), params=params))
     outvars = read(one.outvars, other.outvars)
     return one.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
 
-def _literal(one: jc.Literal, other: Any) -> jc.Literal:
-    """Return a literal that both have."""
-    if not isinstance(other, jc.Literal) or literal_key(one) != literal_key(other):
+def _literal(one: jc.Literal, other: Any, place: _Place) -> jc.Literal:
+    """Return a literal that both have, or for their numbers of microbatches the number there."""
+    if not isinstance(other, jc.Literal):
         raise NotBetween
-    return one
+    if literal_key(one) == literal_key(other):
+        return one
+    aval: Any = one.aval
+    if aval.shape or aval != other.aval or (one.val, other.val) != place.counts[:2]:
+        raise NotBetween
+    return jc.Literal(np.asarray(place.counts[2], np.asarray(one.val).dtype)[()], aval)

@@ -34,8 +34,8 @@ def layers_between(
     rows, first, second = (Fraction(1, n) for n in (num_microbatches, one.num_microbatches, other.num_microbatches))
     at = (rows - first) / (second - first)
     try:
-        pairs = zip(one.classes, other.classes, strict=True)
-        classes = tuple(_class_between(a, b, at, num_microbatches) for a, b in pairs)
+        counts = one.num_microbatches, other.num_microbatches, num_microbatches
+        classes = tuple(_class_between(a, b, at, counts) for a, b in zip(one.classes, other.classes, strict=True))
     except NotBetween:
         return None
     return replace(
@@ -57,8 +57,9 @@ def _prepared_between(
     if _inputs(mine) != _inputs(theirs):
         return prepare()
     first, second = (of_microbatches(each.phases.step.jaxpr, num_microbatches) for each in (mine, theirs))
+    counts = one.num_microbatches, other.num_microbatches, num_microbatches
     try:
-        jaxpr = program_between(first, second, at)
+        jaxpr = program_between(first, second, at, counts)
     except NotBetween:
         return prepare()
     step = replace(mine.phases.step, jaxpr=jaxpr, num_microbatches=num_microbatches)
@@ -70,20 +71,20 @@ def _inputs(step: PreparedStep) -> object:
     return by_name, step.recomputes, step.phases.step.inputs
 
 
-def _class_between(one: LayerClass, other: LayerClass, at: Fraction, num_microbatches: int) -> LayerClass:
+def _class_between(one: LayerClass, other: LayerClass, at: Fraction, counts: tuple[int, int, int]) -> LayerClass:
     if _without_sizes(one) != _without_sizes(other):
         raise NotBetween
     pairs = zip(one.tasks, other.tasks, strict=True)
     return replace(
         one,
-        tasks=tuple(_task_between(a, b, at, num_microbatches) for a, b in pairs),
+        tasks=tuple(_task_between(a, b, at, counts) for a, b in pairs),
         batch_axes=_batch_axes(one, other),
     )
 
 
-def _task_between(one: GroupTask, other: GroupTask, at: Fraction, num_microbatches: int) -> GroupTask:
-    times = one.times if one.times == other.times else float(num_microbatches)
-    return replace(one, jaxpr=program_between(one.jaxpr, other.jaxpr, at), times=times)
+def _task_between(one: GroupTask, other: GroupTask, at: Fraction, counts: tuple[int, int, int]) -> GroupTask:
+    times = one.times if one.times == other.times else float(counts[-1])
+    return replace(one, jaxpr=program_between(one.jaxpr, other.jaxpr, at, counts), times=times)
 
 
 def _without_sizes(layer: LayerClass) -> object:

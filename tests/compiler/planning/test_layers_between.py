@@ -10,23 +10,34 @@ from autopar.compiler.planning.stage_costs import KnownLayers
 from autopar.compiler.planning.stage_problem import StageProblem
 from benchmarks.models import convnet
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
 
 GPT = alpa_gpt("gpt", GPTSize(width=256, layers=3, heads=4, length=64, vocabulary=1024, batch=16), jnp.float32)
+RESNET = wide_resnet("resnet", ResNetSize(channels=8, depth=26, image=32, classes=16, batch=16))
 CLUSTER = autopar.Cluster.parse("1x dgx-h100")
 
 
-def problem_of(workload):
+def problem_of(workload, batch_statistics="exact"):
     traced = autopar.parallelize(workload.step, cluster=CLUSTER, donate_argnums=(0,)).trace(
         workload.abstract_state, workload.abstract_batch
     )
-    return StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=CLUSTER, cache_directory=None)
+    method = autopar.Auto(batch_statistics=batch_statistics)
+    return StageProblem(trace=traced.trace, method=method, hardware=CLUSTER, cache_directory=None)
 
 
-@pytest.mark.parametrize("workload", [GPT, convnet()], ids=["transformer", "convolutions"])
-@pytest.mark.parametrize("way", [(False, False), (True, True)], ids=["plain", "computed again, split"])
-def test_layers_by_those_of_two_numbers_are_those_that_are_found(workload, way):
+@pytest.mark.parametrize(
+    ("workload", "batch_statistics", "way"),
+    [
+        pytest.param(GPT, "exact", (False, False), id="transformer"),
+        pytest.param(GPT, "exact", (True, True), id="transformer, computed again, split"),
+        pytest.param(convnet(), "exact", (False, False), id="convolutions"),
+        pytest.param(convnet(), "exact", (True, True), id="convolutions, computed again, split"),
+        pytest.param(RESNET, "per_microbatch", (False, False), id="means of statistics"),
+    ],
+)
+def test_layers_by_those_of_two_numbers_are_those_that_are_found(workload, batch_statistics, way):
     remat, splits = way
-    problem = problem_of(workload)
+    problem = problem_of(workload, batch_statistics)
     fresh = dataclasses.replace(problem, known={})
     known = KnownLayers.of(problem)
     (two, _), (four, _) = (known(count, remat, splits=splits) for count in (2, 4))
@@ -45,8 +56,9 @@ def test_layers_by_those_of_two_numbers_are_those_that_are_found(workload, way):
         assert getattr(mine.phases.step, field) == getattr(theirs.phases.step, field), field
 
 
-def test_other_numbers_of_microbatches_are_not_traced():
-    problem = problem_of(GPT)
+@pytest.mark.parametrize(("workload", "batch_statistics"), [(GPT, "exact"), (RESNET, "per_microbatch")])
+def test_other_numbers_of_microbatches_are_not_traced(workload, batch_statistics):
+    problem = problem_of(workload, batch_statistics)
     known = KnownLayers.of(problem)
     for count in (2, 4):
         known(count, remat=False, splits=False)
