@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class StepWork:
     """Elements of the largest integer array of the batch with at least two axes; None where there is none."""
 
 
+@lru_cache(maxsize=6)
 def step_work(trace: Trace) -> StepWork:
     """Count a traced step."""
     batch: list[Any] = [trace.inputs[i].aval for i in trace.batch_inputs]

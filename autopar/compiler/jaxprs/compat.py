@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -325,17 +325,23 @@ def operands(eqn: JaxprEqn) -> list[Var]:
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs among an equation's parameters: loop bodies, branches, called functions."""
     for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (Jaxpr, ClosedJaxpr)):
-                yield item
+        if isinstance(value, (tuple, list)):
+            for item in cast(Sequence[Any], value):
+                if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                    yield item
+        elif isinstance(value, (Jaxpr, ClosedJaxpr)):
+            yield value
 
 
 def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of every jaxpr inside of it."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         yield eqn
-        for sub in subjaxprs(eqn):
-            yield from all_equations(sub)
+        for value in eqn.params.values():
+            if isinstance(value, (tuple, list, Jaxpr, ClosedJaxpr)):  # most equations have none
+                for sub in subjaxprs(eqn):
+                    yield from all_equations(sub)
+                break
 
 
 def keeps_order(eqn: JaxprEqn) -> bool:

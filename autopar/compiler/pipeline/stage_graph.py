@@ -128,6 +128,25 @@ class StageGraph:
         return frozenset(name for name, value in self.values.items() if value.per_microbatch)
 
     @cached_property
+    def replaced(self) -> Mapping[str, str]:
+        """By new state, the state of its type that it replaces."""
+        return {
+            out.value: out.replaces
+            for out in self.outputs
+            if out.value is not None and out.replaces is not None and self._are_alike(out.value, out.replaces)
+        }
+
+    def _are_alike(self, name: str, other: str) -> bool:
+        mine, theirs = self.values[name], self.values[other]
+        return mine.shape == theirs.shape and mine.dtype == theirs.dtype
+
+    @cached_property
+    def hidden_totals(self) -> frozenset[str]:
+        """Totals over the microbatches that are no results, and that no other stage reads."""
+        totals = {a.result for task in self.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
+        return frozenset(totals - {out.value for out in self.outputs} - self.crossing.keys())
+
+    @cached_property
     def read_in_later_rounds(self) -> frozenset[str]:
         """Values of a microbatch that a round leaves for a later one: by then every microbatch has made its own."""
         tasks = [task for task in self.tasks if task.kind != "U"]

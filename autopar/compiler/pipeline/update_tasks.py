@@ -256,7 +256,7 @@ class UpdateRounds:
             roots.setdefault(task_of[i], []).append(i)
         self.roots = roots
 
-    @property
+    @cached_property
     def _shown(self) -> frozenset[jc.Var]:
         """The results of the step."""
         return frozenset(v for v in self.phases.step.jaxpr.jaxpr.outvars if isinstance(v, jc.Var))

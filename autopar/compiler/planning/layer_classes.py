@@ -233,10 +233,10 @@ def layer_class(
     batch = [graph.values[i.value].shape[i.axis] for i in graph.inputs if i.kind == "microbatch"]
     rows = batch[0] if batch else 0
     read = {name for task in tasks for name in task.inputs}
-    made = {name for task in tasks for name in task.outputs}
-    crossing = {name for name in graph.crossing if name in read | made}
+    met = read | {name for task in tasks for name in task.outputs}
+    crossing = met & graph.crossing.keys()
     microbatch = {i.value for i in graph.inputs if i.kind == "microbatch"} & read
-    fed = microbatch | graph.read_in_later_rounds & (read | made)
+    fed = microbatch | graph.read_in_later_rounds & met
     whole = {i.value for i in graph.inputs if i.kind == "whole"} & read
     totals = {name for task in tasks if task.phase != "update" for name in task.outputs if name in task.inputs}
     backward = {name for task in tasks if task.phase == "backward" for name in task.inputs}
@@ -256,7 +256,7 @@ def layer_class(
         },
         kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | fed),
         fed=frozenset(fed),
-        kinds={name: kinds[name] for name in sorted(read | made) if name in kinds} if kinds else {},
+        kinds={name: kinds[name] for name in sorted(met) if name in kinds} if kinds else {},
     )
 
 

@@ -28,24 +28,10 @@ from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
 
 def mesh_constraints(graph: StageGraph, tasks: list[GroupTask]) -> GroupConstraints:
     """Return what the graph asks for: new state lies where the old did; only totals that stay here may stay sums."""
-    shown = {out.value for out in graph.outputs} | set(graph.crossing)
-    totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
     updates = {name for task in tasks if task.phase == "update" for name in task.inputs}
     micro = {name for task in tasks if task.phase != "update" for name in (*task.inputs, *task.outputs)}
-    local = {name for name in totals - shown if name in updates and name in micro}
-    return GroupConstraints(
-        alike={
-            out.value: out.replaces
-            for out in graph.outputs
-            if out.value is not None and out.replaces is not None and _same_type(graph, out.value, out.replaces)
-        },
-        sums=local,
-    )
-
-
-def _same_type(graph: StageGraph, name: str, other: str) -> bool:
-    mine, theirs = graph.values[name], graph.values[other]
-    return mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    local = updates & micro & graph.hidden_totals
+    return GroupConstraints(alike=graph.replaced, sums=local)
 
 
 def plan_mesh(
