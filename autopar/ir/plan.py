@@ -319,7 +319,7 @@ class Plan:
     def choice(self) -> str:
         """Return in a line what a search chose, and why: its simulated time, and that of the next best plan."""
         meshes = ["x".join(map(str, mesh.shape)) for mesh in self.meshes]
-        if self.num_stages == 1:
+        if self.num_stages == 1 and self.meshes[0].sharding is None:
             places = f"one program on {meshes[0]} devices"
         else:
             each = meshes[0] if len(set(meshes)) == 1 else " | ".join(meshes)

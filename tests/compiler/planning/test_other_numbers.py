@@ -131,6 +131,7 @@ def test_one_stage_of_a_large_step_is_tasks_where_it_has_several_microbatches(mo
         plan = step.trace(params, batch).plan().plan
         assert (plan.num_microbatches == 1) is is_one_program is (plan.sharding is not None)
         assert len(plan.meshes) == 1 and (plan.meshes[0].sharding is None) is is_one_program
+        assert plan.choice().startswith("one program on" if is_one_program else "1 stage on")
         found = step(params, batch)
         for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
