@@ -141,13 +141,18 @@ def _best_within(
     if math.isinf(stage.memory_bytes):
         return best
     free = found = stage_cost(stage.layer, best, mesh, mesh_costs)
-    for multiplier, within in STAGE_PRICES[1:]:
+    for multiplier, within in _prices(choices)[1:]:
         if found.peak_bytes(stage.num_in_flight) <= stage.memory_bytes:
             break
         charged = _added(stage.received, memory_charges(stage.layer, free, multiplier, within=within))
         best = choices.best(charged, time_limit_s=time_limit_s, cache_directory=cache_directory)
         found = stage_cost(stage.layer, best, mesh, mesh_costs)
     return best
+
+
+def _prices(choices: TaskGraph) -> list[tuple[float, bool]]:
+    """Return what memory may cost, the least first: what tasks keep within costs nothing where none keeps anything."""
+    return [price for price in STAGE_PRICES if choices.kept or not price[1]]
 
 
 def _key_of_constrained(stage: ConstrainedStage) -> Hashable:
@@ -321,15 +326,17 @@ class _EquivalentStages:
     """The solutions of all stages that are equivalent to the first one met."""
 
     first: _StageInputs
-    choices: TaskGraph | None = None
     solutions: dict[tuple[float, bool], _Solution] = field(default_factory=dict[tuple[float, bool], _Solution])
     """By what memory costs, those of the least gap that was asked for."""
+
+    @cached_property
+    def choices(self) -> TaskGraph:
+        """The layouts to choose from."""
+        return task_graph(self.first.tasks, self.first.mesh, self.first.mesh_costs, self.first.constraints)
 
     def solution(self, price: tuple[float, bool], problem: StageProblem, max_gap: float) -> _Solution:
         """Return the layouts of the first stage up to a gap, computed when they are first asked for."""
         inputs, (memory_multiplier, within) = self.first, price
-        if self.choices is None:
-            self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.mesh_costs, inputs.constraints)
         known = self.solutions.get(price)
         if known is None or min(known.gap, known.asked_gap) > max_gap:
             charged = _added(inputs.received, host_charges(inputs.layer, inputs.mesh_costs.machine))
@@ -356,10 +363,11 @@ class _EquivalentStages:
 def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages, max_gap: float) -> StageLayouts:
     """Return the layouts for the memory multiplier that the search chose, or for higher prices until the stage fits."""
     least = inputs.stage.cost.choice.memory_multiplier
-    for price in (each for each in STAGE_PRICES if each >= (least, False)):
+    prices = [each for each in _prices(equivalent.choices) if each >= (least, False)]
+    for price in prices:
         solution = equivalent.solution(price, problem, max_gap)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
-        if price == STAGE_PRICES[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
+        if price == prices[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap)
