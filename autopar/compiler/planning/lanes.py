@@ -98,8 +98,10 @@ def _best_pipelines(ranges: RangeCosts, below_s: float) -> list[Lane]:
 def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[ShardedLanes]:
     """Return these lanes with the best shares, and with the next best if by the formula they take hardly longer.
 
-    None are returned where all microbatches are best left to one of them. Raises `MemoryTooSmall` if the step does not
-    fit on the devices of a lane with the best shares.
+    Each also with layouts that save memory: less of a split state is to be made once the sums of all lanes are there,
+    and machines that wait for a slower one gain nothing by less time for a microbatch. None are returned where all
+    microbatches are best left to one of them. Raises `MemoryTooSmall` if the step does not fit on the devices of a lane
+    with the best shares.
     """
     count = ranges.layers.num_microbatches
     even = [count // len(lanes) + (lane < count % len(lanes)) for lane in range(len(lanes))]
@@ -114,14 +116,22 @@ def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[Sharded
         return []
     lanes = [lanes[lane] for lane in kept]
     found = [ShardedLanes.of(ranges, lanes, [shares[lane] for lane in kept])]
-    if (other := _next_best_shares(found[0])) is not None:
+    every = [found[0].bare.shares, *_next_best_shares(found[0])]
+    others, saving = [(lanes, each) for each in every[1:]], [tuple(map(_saving_memory, lane)) for lane in lanes]
+    others += [(saving, each) for each in every] if saving != lanes else []
+    for mine, each in others:
         with suppress(MemoryTooSmall):
-            found.append(ShardedLanes.of(ranges, lanes, other))
+            found.append(ShardedLanes.of(ranges, mine, each))
     return found
 
 
-def _next_best_shares(best: ShardedLanes) -> list[int] | None:
-    """Return the best shares with one microbatch in another lane; None if they take clearly longer by the formula."""
+def _saving_memory(stage: Stage) -> Stage:
+    choice = stage.cost.choice._replace(memory_multiplier=MEMORY_MULTIPLIERS[-1])
+    return replace(stage, cost=replace(stage.cost, choice=choice))
+
+
+def _next_best_shares(best: ShardedLanes) -> list[list[int]]:
+    """Return the best shares with one microbatch in another lane; none if they take clearly longer by the formula."""
     shares, tables = best.bare.shares, [best.table(lane) for lane in range(len(best.bare.shares))]
     others = [
         [share - (lane == source) + (lane == target) for lane, share in enumerate(shares)]
@@ -133,7 +143,7 @@ def _next_best_shares(best: ShardedLanes) -> list[int] | None:
         return max(table[share] for table, share in zip(tables, each, strict=True))
 
     other = min(others, key=seconds, default=None)
-    return other if other is not None and seconds(other) <= _HARDLY_LONGER * seconds(shares) else None
+    return [other] if other is not None and seconds(other) <= _HARDLY_LONGER * seconds(shares) else []
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

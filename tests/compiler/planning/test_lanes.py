@@ -289,12 +289,22 @@ def test_machines_run_the_pipelines_that_suit_them_side_by_side_where_that_is_fa
     check_runs(found, there)
 
 
+def test_lanes_on_more_memory_take_no_longer(tmp_path, monkeypatch):
+    """With 16 MB the fastest layouts of a microbatch fit, which leave more to do behind the sums of all lanes."""
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    less, more = (
+        planned_deep(hosts(memory, inside=1e9, between=1e9, counts=(4, 4), per_host=2)) for memory in (15e6, 16e6)
+    )
+    assert less.plan.shares == more.plan.shares == (5, 3)
+    assert more.simulate().step_time_s <= less.simulate().step_time_s
+
+
 def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(monkeypatch, tmp_path):
     met = {}
 
     def recorded(*arguments):
         for each in planning_lanes.lanes_of_machines(*arguments):
-            met[each.bare.shares] = each
+            met.setdefault(each.bare.shares, each)  # with its fastest layouts
             yield each
 
     monkeypatch.setattr(search, "lanes_of_machines", recorded)
