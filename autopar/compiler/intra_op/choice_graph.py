@@ -489,8 +489,8 @@ class BlockBuilder:
         alone = Counter(key for each in values for key in self.uses[each] if len(self.uses[each]) == 1)
         for key, times in alone.items():
             self._reshard(v, source, readers[key].node, times, readers[key].phase)
-        waits = v not in self.made_late and any(reader.phase == "backward" for reader in readers.values())
-        waits = waits and self.only_phase == "forward"
+        before = self.only_phase == "forward" and v not in self.made_late
+        waits = before and any(reader.phase == "backward" for reader in readers.values())
         if waits and v not in self.given:
             done.kept.extend((source, each) for each in values if len(self.uses[each]) == 1)
         if not several:

@@ -117,7 +117,8 @@ def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[Sharded
     lanes = [lanes[lane] for lane in kept]
     found = [ShardedLanes.of(ranges, lanes, [shares[lane] for lane in kept])]
     every = [found[0].bare.shares, *_next_best_shares(found[0])]
-    others, saving = [(lanes, each) for each in every[1:]], [tuple(map(_saving_memory, lane)) for lane in lanes]
+    saving = [tuple(map(_saving_memory, lane)) for lane in lanes]
+    others = [(lanes, each) for each in every[1:]]
     others += [(saving, each) for each in every] if saving != lanes else []
     for mine, each in others:
         with suppress(MemoryTooSmall):
