@@ -343,13 +343,18 @@ def laid_out_anew(planning: Planning, bare: Plan) -> Plan:
         return replace(bare, meshes=tuple(replace(mesh, sharding=None) for mesh in bare.meshes))
     stages = [_Stage.of(planning, graph, bare, number) for number in range(len(bare.meshes))]
     first = found = _sharded(planning, bare, graph, [stage.constrained for stage in stages])
+    tried: list[list[Mapping[str, float]]] = []
     for price in STAGE_PRICES[1:]:
         if planning.fits(found):
             return found
-        charged: list[ConstrainedStage] = []
+        received: list[Mapping[str, float]] = []
         for stage, mesh in zip(stages, first.meshes, strict=True):
             assert mesh.sharding is not None
-            charged.append(replace(stage.constrained, received=stage.charges(mesh.sharding, *price)))
+            received.append(stage.charges(mesh.sharding, *price))
+        if received in tried:  # stages that keep nothing within a task have no price for it
+            continue
+        tried.append(received)
+        charged = [replace(stage.constrained, received=each) for stage, each in zip(stages, received, strict=True)]
         found = _sharded(planning, bare, graph, charged)
     return found if planning.fits(found) else first
 

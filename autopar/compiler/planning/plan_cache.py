@@ -27,7 +27,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.content import content_digest
 from autopar.compiler.jaxprs.flops import registered_flops
-from autopar.compiler.planning.plan_checks import check_machines, check_plan
+from autopar.compiler.planning.plan_checks import check_inputs_and_devices, check_machines
 from autopar.compiler.sharding.primitive_rules import registered_rules
 from autopar.compiler.sharding.replication import gathered_reasons, note_replicated
 from autopar.errors import AutoparError
@@ -61,7 +61,7 @@ def kept_plan(
         return make()
     name = f"plan-{key}.json"
     text = read_text(directory, name)
-    found = None if text is None else _plan_of(text, trace, cluster)
+    found = None if text is None else _plan_of(text, key, trace, cluster)
     if found is not None:
         plan, reasons = found
     else:
@@ -69,7 +69,7 @@ def kept_plan(
             plan = make()
         reasons = tuple(gathered)
         if plan.certificate is None or not plan.certificate.stopped_by_clock:  # a machine with more time finds better
-            keep_text(directory, name, _text_of(plan, trace, reasons))
+            keep_text(directory, name, _text_of(plan, key, trace, reasons))
     for reason in reasons:
         note_replicated(reason)
     return plan
@@ -124,9 +124,11 @@ def _version(package: str) -> str:
         return ""
 
 
-def _text_of(plan: Plan, trace: Trace, reasons: tuple[str, ...]) -> str:
+def _text_of(plan: Plan, key: str, trace: Trace, reasons: tuple[str, ...]) -> str:
     return json.dumps(
         {
+            "key": key,
+            "program": plan.fingerprint,
             "plan": plan.to_json(),
             "reasons": list(reasons),
             "other batches": {str(rows): _at_batch(trace, rows) for rows in _other_batches(plan, trace)},
@@ -134,12 +136,17 @@ def _text_of(plan: Plan, trace: Trace, reasons: tuple[str, ...]) -> str:
     )
 
 
-def _plan_of(text: str, trace: Trace, cluster: Cluster) -> tuple[Plan, tuple[str, ...]] | None:
-    """Return a kept plan and what was noted when it was made; None if it is damaged, or none of this program."""
+def _plan_of(text: str, key: str, trace: Trace, cluster: Cluster) -> tuple[Plan, tuple[str, ...]] | None:
+    """Return a kept plan and what was noted when it was made; None if it is damaged, or none of this program.
+
+    The key tells the program: its fingerprint, which is read off the whole program as it prints, is not made again.
+    """
     try:
         body: dict[str, Any] = dict(json.loads(text))
         plan = Plan.from_json(body["plan"])
-        check_plan(plan, trace, num_devices=cluster.num_devices)
+        if (body["key"], body["program"]) != (key, plan.fingerprint):
+            return None
+        check_inputs_and_devices(plan, trace, num_devices=cluster.num_devices)
         check_machines(plan, cluster)
         if not _same_at_other_batches(plan, trace, body["other batches"]):
             return None

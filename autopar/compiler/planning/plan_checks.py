@@ -22,6 +22,11 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
             f"{trace.fingerprint}: another step, other shapes, or another release of JAX. Make a new plan with "
             "step.trace(...).plan(), or load the one that belongs to this program."
         )
+    check_inputs_and_devices(plan, trace, num_devices=num_devices)
+
+
+def check_inputs_and_devices(plan: Plan, trace: Trace, *, num_devices: int) -> None:
+    """Raise `PlanMismatch` unless the plan's devices are there and its layouts fit the arguments of its program."""
     needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
     if needed > num_devices:
         raise PlanMismatch(

@@ -161,6 +161,10 @@ def at_another_batch(text):
     return json.dumps(body | {"other batches": dict.fromkeys(body["other batches"], "0")})
 
 
+def of_another_key(text):
+    return json.dumps(json.loads(text) | {"key": "0" * 64})
+
+
 def with_plan(text, change):
     body = json.loads(text)
     return json.dumps(body | {"plan": change(autopar.Plan.from_json(body["plan"])).to_json()})
@@ -175,6 +179,7 @@ POISONED = {
     "of another program": of_another_program,
     "of more devices": of_more_devices,
     "at another batch": at_another_batch,
+    "of another key": of_another_key,
 }
 
 
