@@ -10,7 +10,7 @@ of unequal stages as they are: every task starts when its mesh is free and what 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,8 +25,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule, schedule_tasks, warmed_up
-from autopar.ir.task_order import linear_order, new_task, task_needed
-from autopar.ir.tasks import Task
+from autopar.ir.task_order import new_task, task_needed
 
 _SHORTER = 1e-6
 """Relative: visits that are no shorter than that are as short."""
@@ -202,7 +201,9 @@ def simulate_schedule_s(
     for stage in stages:
         durations_s += [stage.share * part_s for part_s in _parts_s(costs[stage.mesh], timing)]
     stage_mesh = tuple(stage.mesh for stage in stages)
-    events, updates_s = _events(timing.schedule, stage_mesh, timing.num_microbatches, _Starts.of(len(costs), hosts))
+    schedule, starts = timing.schedule, _Starts.of(len(costs), hosts)
+    undivided = frozenset(n for n, cost in enumerate(costs) if schedule.splits_weight_gradients and not cost.weight_s)
+    events, updates_s = _events(schedule, stage_mesh, timing.num_microbatches, undivided, starts)
     run = _MeshCompute(hosts).run if hosts is not None and (hosts.shares or hosts.execution_s) else None
     mesh_s, link_s, arrivals_s = [0.0] * len(costs), [0.0] * len(costs) ** 2, [0.0]
     for mesh, duration, started_s, awaited, link, cut, sent_s in events:
@@ -278,14 +279,21 @@ _Event = tuple[int, int, float, int, int, int, float]
 behind it and the cut that this crosses, -1 where there is none, and when hosts have started what it carries."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _events(
-    schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int, starts: _Starts
+    schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int, undivided: frozenset[int], starts: _Starts
 ) -> tuple[list[_Event], list[float]]:
     """Return the tasks of a step, and for each mesh when its hosts have started its update.
 
-    The tasks are in an order in which none comes before what it awaits. Arrivals count from 1.
+    Hosts start them in the order in which programs have them (`Program.linear_order`): meshes take turns, each until it
+    has run a task or waits for what another has not sent. Meshes that are `undivided` have no tasks W: none of their
+    weight gradients can wait. Arrivals count from 1.
     """
+    order = [
+        deque(task for task in tasks if task.kind != "W" or mesh not in undivided)
+        for mesh, tasks in enumerate(schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches))
+    ]
+    order += [deque() for _ in starts.of_mesh[len(order) :]]  # meshes without tasks have an update alone
     hosts_s = [-each_s for each_s in starts.dispatch_s]
 
     def started_s(hosts: Iterable[int]) -> float:
@@ -299,16 +307,32 @@ def _events(
     arrivals = {kind: [[0] * num_microbatches for _ in stage_mesh] for kind in "FB"}
     ways = {each: _Way.of(each, stage_mesh, arrivals, starts) for each in product("FBW", range(len(stage_mesh)))}
     events, sent = list[_Event](), 0
-    for mesh, (kind, stage, microbatch, *_) in _in_order(schedule, stage_mesh, num_microbatches):
-        duration, awaited, made, link, cut, hosts = ways[kind, stage]
-        assert microbatch is not None
-        run_s, sent_s = started_s(starts.of_mesh[mesh]), 0.0
-        arrival = 0 if awaited is None else awaited[microbatch]
-        if made is not None:
-            sent_s, sent = started_s(hosts), sent + 1
-            made[microbatch] = sent
-        events.append((mesh, duration, run_s, arrival, link, cut, sent_s))
-    return events, [started_s(hosts) for hosts in starts.of_mesh]
+    sends: list[tuple[int, _Way, int] | None] = [None] * len(order)
+    """Of each mesh, the event and the microbatch behind which it has something to send."""
+    updates_s: dict[int, float] = {}
+    while len(updates_s) < len(order):
+        for mesh, tasks in enumerate(order):
+            if (ready := sends[mesh]) is not None:
+                event, way, microbatch = ready
+                sends[mesh], sent = None, sent + 1
+                events[event] = (*events[event][:-1], started_s(way.hosts))
+                assert way.made is not None
+                way.made[microbatch] = sent
+            if not tasks:
+                if mesh not in updates_s:
+                    updates_s[mesh] = started_s(starts.of_mesh[mesh])
+                continue
+            kind, stage, microbatch, *_ = tasks[0]
+            way = ways[kind, stage]
+            assert microbatch is not None
+            arrival = 0 if way.awaited is None else way.awaited[microbatch]
+            if way.awaited is not None and not arrival:
+                continue
+            tasks.popleft()
+            events.append((mesh, way.duration, started_s(starts.of_mesh[mesh]), arrival, way.link, way.cut, 0.0))
+            if way.made is not None:
+                sends[mesh] = (len(events) - 1, way, microbatch)
+    return events, [updates_s[mesh] for mesh in range(len(order))]
 
 
 class _Way(NamedTuple):
@@ -345,13 +369,6 @@ class _Way(NamedTuple):
         there = stage_mesh[reader]
         hosts = sorted({*starts.of_mesh[mesh], *starts.of_mesh[there]})
         return cls(duration, awaited, arrivals[kind][stage], mesh * num_meshes + there, min(stage, reader), hosts)
-
-
-@lru_cache(maxsize=16)
-def _in_order(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> list[tuple[int, Task]]:
-    """Return the tasks of a step, each with its mesh."""
-    order = schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
-    return list(linear_order(order, len(stage_mesh)))
 
 
 class _MeshCompute:
