@@ -25,7 +25,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule, schedule_tasks, warmed_up
-from autopar.ir.task_order import new_task, task_needed
+from autopar.ir.task_order import TaskOrder, linear_order, new_task, task_needed
 
 _SHORTER = 1e-6
 """Relative: visits that are no shorter than that are as short."""
@@ -291,7 +291,7 @@ def _events(
     """
     order = [
         deque(task for task in tasks if task.kind != "W" or mesh not in undivided)
-        for mesh, tasks in enumerate(schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches))
+        for mesh, tasks in enumerate(_order(schedule, stage_mesh, num_microbatches))
     ]
     order += [deque() for _ in starts.of_mesh[len(order) :]]  # meshes without tasks have an update alone
     hosts_s = [-each_s for each_s in starts.dispatch_s]
@@ -333,6 +333,15 @@ def _events(
             if way.made is not None:
                 sends[mesh] = (len(events) - 1, way, microbatch)
     return events, [updates_s[mesh] for mesh in range(len(order))]
+
+
+@lru_cache(maxsize=16)
+def _order(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> TaskOrder:
+    """Return the tasks of every mesh. Raises `InvalidProgram` if they wait for each other in a circle."""
+    order = schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+    for _ in linear_order(order, len(stage_mesh)):
+        pass
+    return order
 
 
 class _Way(NamedTuple):

@@ -9,10 +9,10 @@ import pytest
 
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, least_part, simulate_schedule_s
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Program, Run, Task
-from autopar.ir.schedules import SCHEDULES, get_schedule, schedule_tasks, warmed_up
+from autopar.ir.schedules import SCHEDULES, GPipe, get_schedule, schedule_tasks, warmed_up
 from autopar.ir.task_order import linear_order, peak_in_flight
 from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
@@ -200,6 +200,20 @@ def test_no_stage_runs_further_ahead_than_what_feeds_it():
         extra = [draw.randrange(6) for _ in range(draw.randint(2, 6))]
         order = schedule_tasks(warmed_up(extra), stage_mesh=range(len(extra)), num_microbatches=draw.choice([1, 4, 16]))
         assert sum(1 for _ in linear_order(order, len(extra))) == sum(map(len, order)), extra
+
+
+class _Circle(GPipe):
+    """Every stage runs its backward tasks first."""
+
+    def stage_tasks(self, stage, num_stages, num_microbatches):
+        return tuple(reversed(super().stage_tasks(stage, num_stages, num_microbatches)))
+
+
+def test_tasks_that_wait_in_a_circle_are_refused():
+    stages = [VirtualStage(mesh=mesh, layers=(mesh, mesh + 1), share=1.0, link_s=0.0) for mesh in range(2)]
+    timing = Timing(schedule=_Circle(name="circle"), num_microbatches=2)
+    with pytest.raises(InvalidProgram, match="Deadlock: mesh 0 at"):
+        simulate_schedule_s(timing, stages, [StageCost(forward_s=1.0, backward_s=2.0)] * 2)
 
 
 def test_a_stage_that_would_wait_without_end_is_refused():
