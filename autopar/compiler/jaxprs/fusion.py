@@ -60,7 +60,7 @@ from autopar.compiler.jaxprs.strides import (
 from autopar.hardware.machine import Machine
 
 _SUMS = ("add", "add_any")
-_LONGEST_ROW = 16_384
+LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
 """Times as many bytes as keeping takes: an estimate. Of 1 to 4, a Llama has bytes within 1 %, a Wide-ResNet 5."""
@@ -309,7 +309,7 @@ class _Fusion:
         """Return true for a reduction that each kernel computes which reads the rows that it reduces."""
         if not (self.rules.holds_rows and self.layouts.rows[number]):
             return False
-        return extent(eqn.invars[:1]) <= _LONGEST_ROW * extent(eqn.outvars)
+        return extent(eqn.invars[:1]) <= LONGEST_ROW * extent(eqn.outvars)
 
     def _kernel_of(self, product: int) -> _Kernel:
         """Return the kernel of what is done behind a product."""

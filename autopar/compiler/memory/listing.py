@@ -21,7 +21,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
+from autopar.compiler.jaxprs.fusion import LONGEST_ROW, FusionRules, alone, fused_traffic
 from autopar.compiler.jaxprs.fusion_kinds import EXPONENTIALS, is_expensive, kind_beside_products, kind_of
 from autopar.compiler.jaxprs.primitives import (
     ATTENTION,
@@ -44,6 +44,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
 )
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
+from autopar.compiler.memory.merged_products import kept_products
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
     made_elsewhere,
@@ -107,6 +108,16 @@ def _reverses_nothing(eqn: jc.JaxprEqn) -> bool:
     return all(aval.shape[dim] == 1 for dim in jp.dimensions_of(eqn))
 
 
+def _reduces_rows(eqn: jc.JaxprEqn) -> bool:
+    """Return true if an equation reduces the innermost dimensions of an array, and a kernel holds these."""
+    if eqn.primitive.name not in REDUCTIONS:
+        return False
+    rows: Any = eqn.invars[0].aval
+    dims = jp.dimensions_of(eqn)
+    innermost = sorted(dims) == [*range(rows.ndim - len(dims), rows.ndim)]
+    return innermost and math.prod(rows.shape[dim] for dim in dims) <= LONGEST_ROW
+
+
 def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryProgram:
     lister = _Lister(block=block, mesh_costs=mesh_costs)
     for value in block.inputs:
@@ -116,6 +127,8 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.widen()
     if mesh_costs.machine.fuses_products:
         lister.keep()
+    if mesh_costs.machine.transposes_operands and mesh_costs.machine.schedules_for_latency:
+        lister.merge_products()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
     vacated = lister.hold(replaced(inputs, outputs, border))
     if mesh_costs.machine.copies_state:
@@ -400,6 +413,21 @@ class _Lister:
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
         return twins.keys() - updated
 
+    def merge_products(self) -> None:
+        """Keep merged products for parts of which copies in a second order are made only when they are read."""
+        eqns = [action.eqn if isinstance(action, Evaluate) else None for action in self.actions]
+        for kept in kept_products(self.ops, eqns, self.nbytes, self._local_shape):
+            others = [key._replace(twin=True) for key in kept.others if isinstance(key, BlockValue)]
+            self.nbytes.update((other, self.nbytes[key]) for other, key in zip(others, kept.others, strict=True))
+            maker, reader = self.ops[kept.maker], self.ops[kept.reader]
+            self.ops[kept.maker] = maker._replace(results=(*maker.results, *others))
+            self.ops[kept.reader] = reader._replace(reads=(*reader.reads, *others))
+
+    def _local_shape(self, key: Hashable) -> tuple[int, ...]:
+        assert isinstance(key, BlockValue)
+        aval: Any = key.value.variable.aval
+        return local_shape(tuple(aval.shape), key.value.layout, self.mesh)
+
     def copy_last(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, BlockValue]:
         """Copy results that are made elsewhere to the places of the state that they replace, when all else is done.
 
@@ -447,12 +475,14 @@ class _Lister:
                     "fused" if kind == "view" and not (reads and results) else kind,
                     reads,
                     results,
-                    expensive=is_expensive(eqn) and not self.machine.fuses_products,
+                    expensive=self._is_costly(eqn),
                     growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
                     computes_narrower=self.machine.computes_narrower,
                     reorders=self._reorders(eqn),
                     keeps_order=eqn.primitive.name in WINDOWS | SELECTIONS,
+                    adds_gradients=not self.machine.fuses_products and eqn.primitive.name == "add_any",
+                    reduces_rows=self.machine.holds_rows and _reduces_rows(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)
                     + self._gradient_sums_bytes(action),
@@ -507,6 +537,18 @@ class _Lister:
             return 0.0
         queries: Any = action.operands[0]
         return gradient_sums(action.eqn) * value_bytes(queries, self.mesh)
+
+    def _is_costly(self, eqn: jc.JaxprEqn) -> bool:
+        """Return true if an equation takes so much that its result is kept rather than computed again.
+
+        On GPUs of which XLA knows what instructions take, those whose latencies it estimates, a hyperbolic tangent of
+        32 bits does not. Of 16 bits it is computed by way of 32, and is kept.
+        """
+        if self.machine.fuses_products:
+            return False
+        aval: Any = eqn.outvars[0].aval
+        again = self.machine.holds_rows and self.machine.schedules_for_latency and aval.dtype.itemsize >= 4
+        return is_expensive(eqn) and not (again and eqn.primitive.name == "tanh")
 
     def _keeps(self, eqn: jc.JaxprEqn) -> bool:
         """Return true for what is kept for many readers, though it is larger than what it is computed from."""

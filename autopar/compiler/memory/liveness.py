@@ -19,12 +19,14 @@ A `barrier` holds its operands in memory as they are: behind it a recomputed reg
 are computed from.
 
 Time is the number of an op; a lifetime [start, stop) contains the ops that make and read the array. A fused op
-may write over an operand of the same size that nobody reads any more: their lifetimes then only touch.
+may write over an operand of the same size that nobody reads any more: their lifetimes then only touch. So it may not
+where it reads rows for a reduction first, which it computes itself.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -80,6 +82,10 @@ class Op(NamedTuple):
     """It is of a library that reads and writes arrays in another order of dimensions than programs have them."""
     keeps_order: bool = False
     """It reads arrays in any order of dimensions, and its results have that order."""
+    reduces_rows: bool = False
+    """A reduction of rows that a kernel computes which goes on to what follows of them."""
+    adds_gradients: bool = False
+    """It adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
     steps: Hashable = ()
     """Of a collective: what it does, equal for those that may be one."""
 
@@ -161,6 +167,10 @@ class _Program:
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """By fused array, the arrays that its fused readers read in its place."""
+    sources: dict[int, tuple[Key, ...]] = field(default_factory=dict[int, tuple[Key, ...]])
+    """By op that makes something in memory, the places that it reads there."""
+    rows: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
+    """By reduction of rows, the places that these are read from."""
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
     reordering: bool = False
@@ -240,8 +250,11 @@ class _Program:
         sources = self._sources(op)
         kept = [key for key in op.results if self._settle(key, op, sources)]
         if kept or op.kind != "fused":
+            self.sources[time] = sources
             for place in sources:
                 self._read(place, time)
+        if op.reduces_rows:
+            self.rows.update(dict.fromkeys(op.results, sources))
         for key in kept:
             # Zeros that a loop writes pieces over need nothing: the compiler makes them as soon as a program begins.
             start = min(time, _BEGIN) if key in op.early else time + op.late
@@ -283,7 +296,8 @@ class _Program:
         allowed = op.growth if len(readers) >= MANY_READERS else 1.0
         grows = self.extent[key] / op.widening > allowed * sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
-        again = len(readers) <= 1 or (cheap and not self._is_shared(key, readers, sources))
+        shared = self._is_shared(key, readers, sources) or (op.adds_gradients and self._pays(key, readers, sources))
+        again = len(readers) <= 1 or (cheap and not shared)
         if again and len(sources) <= _MAX_SOURCES:
             self.behind[key] = sources
             return not all(fused)
@@ -300,6 +314,11 @@ class _Program:
         if not several and all(self._reorders(time, key) for time in apart):
             return False
         return bool(apart) or (several and self._is_read_in_two_orders(readers))
+
+    def _pays(self, key: Key, readers: Sequence[int], sources: Sequence[Key]) -> bool:
+        """Return true if writing a result once moves no more than reading what it is computed of for each reader."""
+        large = sum(self.extent[self._root(place)] == self.extent[key] for place in sources)
+        return large * len(readers) >= large + 1 + len(readers)
 
     def _wants(self, time: int, key: Key) -> bool:
         """Return true if an op, or the program's end, reads a fused array from memory.
@@ -349,8 +368,10 @@ class _Program:
     def _hand_over(self) -> None:
         """Let fused ops write over what they read last.
 
-        A kernel that sums what it makes reads its operands for two results, and writes over none.
+        A kernel that sums what it makes reads its operands for two results, and writes over none. One that reduces rows
+        and goes on to what follows of them reads the rows twice, and does not write over them.
         """
+        rows = self._held_rows()
         made: dict[tuple[int, float], list[Key]] = {}
         for time, op in enumerate(self.ops):
             for key in op.results:
@@ -359,6 +380,16 @@ class _Program:
                     made.setdefault((time, self.extent[key]), []).append(key)
         for key, life in self.found.items():
             last = (life.stop - 1, self.extent[key])
-            if life.allocated and made.get(last) and key not in made[last]:
+            if life.allocated and made.get(last) and key not in made[last] and key not in rows.get(last[0], ()):
                 made[last].pop()
                 life.stop -= 1
+
+    def _held_rows(self) -> dict[int, set[Key]]:
+        """Return, by op, the arrays whose rows its kernel reduces, too, for itself alone."""
+        read = {time: {self._root(place) for place in places} for time, places in self.sources.items()}
+        num_reading = Counter(key for keys in read.values() for key in keys)
+        found: dict[int, set[Key]] = {}
+        for time, keys in read.items():
+            alone = [key for key in keys if key in self.rows and num_reading[key] == 1]
+            found[time] = {self._root(place) for key in alone for place in self.rows[key]}
+        return found

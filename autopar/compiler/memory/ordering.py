@@ -11,9 +11,10 @@ every device takes its part, it is whole.
 Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
 run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
 compute capability 9 and 10. It goes from the end of the program to its beginning, and puts behind a collective as many
-of these, the last ones first, as take as long as that with the updates that they lead to. The first collective hurries
-for no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and
-all of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
+of these, the last ones first, as take as long as that with the updates that they lead to. So other products stand just
+before what reads them, and a loss of few numbers, in kernels of its own, at the end. The first collective hurries for
+no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and all
+of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
 gradients before it, these stand before it. A reduction that is one kernel with another that more than results needs, as
 in the gradients of a batch norm, runs with that. A slice of an array in memory stands before its reader, however late.
@@ -33,6 +34,8 @@ from dataclasses import dataclass
 from autopar.compiler.memory.liveness import Key, Op
 
 _SUMS = ("reduce-scatter", "all-reduce")
+_FEW_BYTES = 4096
+"""A loss that is the sum of no more has kernels of its own, of more those of its gradient: of six GPTs compiled."""
 _AT_THE_END = math.inf
 """Behind the collectives that only results take."""
 
@@ -49,8 +52,8 @@ class OpOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Slices:
-    """The slices of arrays in memory that stand elsewhere than as listed."""
+class _Moved:
+    """The ops that stand elsewhere than as listed: slices of arrays in memory, and products."""
 
     late: Collection[int] = ()
     """Those before the first op that reads them."""
@@ -80,14 +83,17 @@ def order_ops(
     tail = _tail(ops, before)
     update_s = _update_s(ops, before, tail, replaced, nbytes, memory_bandwidth) if for_latency else {}
     groups = _combined(ops, before, tail, nbytes, scatters_sums, combined_bytes)
-    deferred = _deferred(ops, before, tail, groups, update_s, nbytes) if for_latency else {}
-    held = _held(ops, tail, replaced)
-    if for_memory and not for_latency:
-        deferred = _large(ops, before, nbytes, groups)
-    slices = _slices(ops)
-    moved = _Slices(late=slices) if for_latency else _Slices(early=slices) if for_memory else _Slices()
+    slices, last_read = _slices(ops), _last_read(ops, tail, replaced)
+    held = dict[int, float](last_read)
+    deferred, moved = dict[int, float](), _Moved()
+    if for_latency:
+        deferred = _deferred(ops, before, tail, groups, update_s, nbytes) | _small_losses(ops, tail, nbytes)
+        moved = _Moved(late=slices | _waiting(ops, before))
+    elif for_memory:
+        deferred, moved = _large(ops, before, nbytes, groups), _Moved(early=slices)
     beside = [bool(op.collective) and (scatters_sums or op.collective not in _SUMS) for op in ops]
     times = _times(ops, before, tail, beside, held, deferred, moved)
+    held = {number: max(last, times[last]) for number, last in last_read.items()}
     for group in groups:
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
@@ -129,7 +135,7 @@ def _predecessors(ops: Sequence[Op]) -> list[set[int]]:
     return before
 
 
-def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key, Key]]) -> dict[int, float]:
+def _last_read(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key, Key]]) -> dict[int, int]:
     """Return, by op that writes over an input, the number of the last op that reads the input, the update aside."""
     root = _roots(ops)
     last: dict[Key, int] = {}
@@ -190,7 +196,7 @@ def _times(
     beside: Sequence[bool],
     held: Mapping[int, float],
     deferred: Mapping[int, float],
-    moved: _Slices,
+    moved: _Moved,
 ) -> list[float]:
     """Return the time of each op: its number, or the time of the last op that it needs or waits for.
 
@@ -245,8 +251,25 @@ def _slices(ops: Sequence[Op]) -> frozenset[int]:
     return frozenset(number for number in slices if all(root(key) in stored for key in ops[number].reads))
 
 
+def _leads(ops: Sequence[Op], before: Sequence[set[int]]) -> list[bool]:
+    """Return, by op, true if it leads to a product, a loop or the like."""
+    leads = [False] * len(ops)
+    for number in range(len(ops) - 1, -1, -1):
+        heavy = _is_heavy(ops[number])
+        for other in before[number]:
+            leads[other] = leads[other] or heavy or leads[number]
+    return leads
+
+
+def _waiting(ops: Sequence[Op], before: Sequence[set[int]]) -> frozenset[int]:
+    """Return the products that lead to others, and views on the way: they wait for what reads them."""
+    leads = _leads(ops, before)
+    timed = (op.kind in ("view", "form") or (_is_heavy(op) and 0 < op.seconds < math.inf) for op in ops)
+    return frozenset(number for number, waits in enumerate(timed) if waits and leads[number])
+
+
 def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float], late: Collection[int]) -> list[float]:
-    """Let ops that need arguments only, and slices that wait, stand before the first op that reads them."""
+    """Let ops that need arguments only, and those that wait, stand before the first op that reads them."""
     first: dict[int, float] = {}
     for number in range(len(ops) - 1, -1, -1):
         if times[number] < 0:
@@ -339,11 +362,7 @@ def _deferred(
     nbytes: Mapping[Key, float],
 ) -> dict[int, float]:
     """Return, by product that leads to results only, the number of the op behind which it stands."""
-    leads = [False] * len(ops)
-    for number in range(len(ops) - 1, -1, -1):
-        heavy = _is_heavy(ops[number])
-        for other in before[number]:
-            leads[other] = leads[other] or heavy or leads[number]
+    leads = _leads(ops, before)
     waiting = [
         n
         for n, op in enumerate(ops)
@@ -358,7 +377,9 @@ def _deferred(
     if not early:
         return dict.fromkeys(waiting, _AT_THE_END) if late else {}
     found: dict[int, float] = {}
-    hidden = [(_AT_THE_END, sum(ops[number].seconds for number in late))]
+    joined = {number for group in groups for number in group}
+    alone = [[number] for number in late if number not in joined]
+    hidden = [(_AT_THE_END, sum(ops[number].seconds for number in group)) for group in [*groups, *alone]]
     hidden += [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
     for place, left_s in hidden:
         while waiting and waiting[-1] > place:
@@ -368,6 +389,13 @@ def _deferred(
             found[number] = place
             left_s -= ops[number].seconds + update_s.get(number, 0.0)
     return found
+
+
+def _small_losses(ops: Sequence[Op], tail: Sequence[bool], nbytes: Mapping[Key, float]) -> dict[int, float]:
+    """Return the sums of few numbers that are results, each with a time behind all ops."""
+    sums = (n for n, op in enumerate(ops) if tail[n] and op.kind == "reduction" and op.reads and not op.results)
+    few = [number for number in sums if sum(nbytes.get(key, math.inf) for key in ops[number].reads) <= _FEW_BYTES]
+    return dict.fromkeys(few, len(ops)) if any(op.collective for op in ops) else {}
 
 
 def _reduced(op: Op, nbytes: Mapping[Key, float]) -> tuple[float, ...]:

@@ -194,3 +194,38 @@ def test_what_a_loop_writes_piece_by_piece_is_there_from_the_beginning():
     loop = Op("apart", ("b",), ("c", "d"), over=True, early=("d",))
     ops = [Op("view", ("y",), ("z",)), PRODUCT, Op("apart", ("a",), ("b",)), loop]
     assert spans(ops, inputs="xwy", outputs="cd") == {"a": (1, 3), "b": (2, 3), "c": (3, 5), "d": (1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("reduces_rows", "others", "stop"),
+    [
+        pytest.param(True, 0, 4, id="a kernel that reduces rows reads them twice"),
+        pytest.param(True, 1, 3, id="not if another reads what they are reduced to"),
+        pytest.param(False, 0, 3, id="nor if another kernel reduces them"),
+    ],
+)
+def test_a_kernel_does_not_write_over_rows_that_it_reduces(reduces_rows: bool, others: int, stop: int):
+    ops = [
+        PRODUCT,
+        Op("fused", ("a",), ("g",), expensive=True),
+        Op("reduction", ("g",), ("b",), reduces_rows=reduces_rows),
+        Op("fused", ("g", "b"), ("c",)),
+        Op("apart", ("c",), ("d",)),
+        *[Op("apart", ("b",), ("e",))] * others,
+    ]
+    assert spans(ops, inputs="xw", outputs="de"[: 1 + others])["g"][1] == stop
+
+
+@pytest.mark.parametrize(
+    ("sources", "readers", "kept"),
+    [
+        pytest.param("ab", 2, False, id="twice two arrays are no more than two, the sum, and that twice"),
+        pytest.param("ab", 3, True, id="three times two are as many"),
+        pytest.param("abc", 2, True, id="twice three are as many"),
+    ],
+)
+def test_a_sum_of_gradients_is_kept_where_that_moves_no_more(sources: str, readers: int, kept: bool):
+    made = [Op("apart", ("x",), (key,)) for key in sources]
+    ops = [*made, Op("fused", tuple(sources), ("g",), adds_gradients=True)]
+    ops += [Op("reduction", ("g",), (key,)) for key in "def"[:readers]]
+    assert ("g" in spans(ops, inputs="x", outputs="def"[:readers])) == kept

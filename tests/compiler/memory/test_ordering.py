@@ -215,3 +215,46 @@ def test_updates_wait_for_other_work_unless_nothing_runs_beside_their_sums(scatt
         [WEIGHTS, BEFORE, LAST, total, update], nbytes, for_latency=False, for_memory=False, scatters_sums=scatters_sums
     )
     assert found.ops.index(update) == (4 if scatters_sums else 2)
+
+
+def test_products_stand_before_what_reads_them_where_the_compiler_schedules_for_latency():
+    other = Op("apart", ("a",), ("v",), seconds=1.0)
+    written = [
+        other,
+        BEFORE._replace(seconds=1.0),
+        Op("apart", ("b",), ("c",)),
+        Op("apart", ("v", "c"), ("end",)),
+        LOSS,
+    ]
+    late = order_ops(written, {"total": 0}, for_latency=True, scatters_sums=True).ops
+    assert late.index(other) > late.index(written[2])
+    soon = order_ops(written, {"total": 0}, for_latency=False, scatters_sums=True).ops
+    assert soon.index(other) == 0
+
+
+def test_state_is_written_over_when_the_product_that_reads_it_has_waited():
+    reads = Op("apart", ("a", "w"), ("v",), seconds=1.0)
+    update = Op("fused", ("w", "dw"), ("new",))
+    written = [WEIGHTS, reads, Op("apart", ("a",), ("c",)), Op("apart", ("v", "c"), ("end",)), update, LOSS]
+    nbytes = dict.fromkeys(("total", "w", "dw", "new", "end", "v", "c"), 1.0)
+    found = order_ops(written, nbytes, [("new", "w")], for_latency=True, scatters_sums=True).ops
+    assert found.index(update) > found.index(reads) > found.index(written[2])
+
+
+@pytest.mark.parametrize("nbytes, last", [(4096, True), (8192, False)])
+def test_a_loss_of_few_numbers_is_summed_behind_everything_else(nbytes: int, last: bool):
+    pick, loss = Op("fused", ("a",), ("picked",)), Op("reduction", ("picked",), ())
+    written = [pick, loss, BEFORE, LAST, Op("apart", ("a", "x"), ("dw",)), LOSS]
+    sizes = {"picked": nbytes, "total": 0}
+    found = order_ops(written, sizes, for_latency=True, scatters_sums=True).ops
+    assert (found[-1] == loss) == last
+
+
+def test_every_collective_that_hides_products_takes_one_at_least():
+    weights = [Op("apart", ("a", f"x{n}"), (f"d{n}",), seconds=4.0) for n in range(3)]
+    sums = [Op("apart", (f"d{n}",), (f"s{n}",), collective="all-reduce", steps=n, seconds=1.0) for n in range(3)]
+    gather = Op("apart", ("w",), ("x0",), collective="all-gather", seconds=1.0)
+    written = [gather, *weights, BEFORE, LAST, *sums]
+    nbytes = dict.fromkeys([f"{kind}{n}" for kind in "ds" for n in range(3)], 1.0)
+    found = order_ops(written, nbytes, for_latency=True, scatters_sums=True).ops
+    assert all(found.index(each) > found.index(BEFORE) for each in weights)
