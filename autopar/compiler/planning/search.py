@@ -219,7 +219,7 @@ class _Search:
             raise self.reason()
         bound_s, left_out = min(self.best_s, self.closed_s), False
         for region in self.open:
-            if not isinstance(region, Completion) and region.bound_s < bound_s and self.space.is_there(region):
+            if not isinstance(region, Completion) and region.bound_s < bound_s and self.space.may_be_there(region):
                 bound_s = region.bound_s
                 left_out = left_out or region.bound_s < self.enough_s
         others = sorted(

@@ -372,6 +372,10 @@ class Space:
             self.splits.append(worth_splitting(self.cuttable, region.num_microbatches))
         return self.splits[0]
 
+    def may_be_there(self, region: Region) -> bool:
+        """Return false for what is known not to be there; nothing is traced to know."""
+        return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits != [False]
+
     def unusual(self, num_microbatches: int) -> float:
         """Return how far a number of microbatches is from a usual one."""
         hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers

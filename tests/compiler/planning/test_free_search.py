@@ -282,6 +282,18 @@ def test_stages_of_one_size_may_be_more_than_the_layers_where_devices_share_thei
     assert [*given.numbers_of_stages()] == [(2, 2), (3, 3)]
 
 
+def test_several_microbatches_are_in_a_bound_without_a_trace_unless_they_are_known_not_to_be_there(monkeypatch):
+    cluster = CASES["a small model"][1]
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 16))
+    space = Space.of(problem_of(traced, cluster))
+    (region, *_) = [each for each in space.regions if each.num_microbatches == 2]
+    assert space.may_be_there(region) and traced.trace.rows_traced == ()
+    assert space.is_there(region) and traced.trace.rows_traced
+    monkeypatch.setattr("autopar.compiler.planning.space.worth_splitting", lambda *_: False)
+    waiting = Space.of(problem_of(traced, cluster))
+    assert not waiting.is_there(region) and not waiting.may_be_there(region)
+
+
 def test_a_search_takes_more_stages_than_the_model_has_layers_where_they_are_the_best():
     made, cluster = lstm(), autopar.Cluster(num_devices=8, kind="cpu")
     traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)
