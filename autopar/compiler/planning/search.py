@@ -64,8 +64,8 @@ _LANES_SHARE = 0.9
 """Of the least multiple of their bound that lanes were found to take: others rarely take less."""
 _NOT_YET_CUT = 1.03
 """Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
-_OTHER_MESH_SHARE = 0.97
-"""Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
+_PROGRAM_SHARE = 0.82
+"""Of the time by its layers on as many devices: one program, which has no borders between them, rarely takes less."""
 _MUCH_LESS = 0.9
 """Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
@@ -308,8 +308,10 @@ class _Search:
         if isinstance(region, Stages):
             return max(region.likely_s, self.whole_share(region) * region.by_others_s)
         if isinstance(region, OneProgram):
-            by_layers = (self.learned.share_on(on) * seconds for on, seconds in self.by_layers_s(region))
-            return max(region.likely_s, _OTHER_MESH_SHARE * max(by_layers, default=0.0))
+            if self.space.pads(region) and self.space.problem.method.effort != "thorough":
+                return math.inf
+            by_layers_s = max((seconds for _, seconds in self.by_layers_s(region)), default=0.0)
+            return max(region.likely_s, _PROGRAM_SHARE * by_layers_s)
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate

@@ -376,6 +376,18 @@ class Space:
         """Return false for what is known not to be there; nothing is traced to know."""
         return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits != [False]
 
+    def pads(self, region: OneProgram) -> bool:
+        """Return whether some devices stay idle for a mesh with an axis that divides no dimension evenly."""
+        idle = region.num_devices < self.problem.hardware.groups[region.group].num_devices
+        axes = [size for size in region.shape or () if size > 1]
+        return idle and not all(any(size % axis == 0 for size in self.dimension_sizes) for axis in axes)
+
+    @cached_property
+    def dimension_sizes(self) -> frozenset[int]:
+        """The sizes of the dimensions of what the step computes."""
+        results = (v for eqn in jc.all_equations(self.problem.trace.jaxpr) for v in eqn.outvars)
+        return frozenset(size for v in results for size in getattr(v.aval, "shape", ()) if isinstance(size, int))
+
     def unusual(self, num_microbatches: int) -> float:
         """Return how far a number of microbatches is from a usual one."""
         hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
