@@ -47,6 +47,8 @@ _UNEQUAL_SHARE = 0.9
 """Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
+_HIDDEN_SHARE = 0.6
+"""Of the other stages' time for one microbatch, which formulas add to the slowest one's: what it hides if it is first."""
 _NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
 """The next best stages by a schedule's formula that are simulated. Formulas count on other microbatches, whose weight
 gradients fill the pipeline: of stages for a single one they tell less, and these are simulated in less time."""
@@ -143,8 +145,17 @@ def unequal_stages_s(
     each = [RangeCosts(roomy, *known(like, remat, splits=splits)) for like in likes]
     ranges = OtherRows(tuple(each), num_microbatches)
     schedules = _schedules(problem, num_microbatches, num_stages[1])
-    limit_s = below_s / _FORMULA_SHARE
-    return _FORMULA_SHARE * _least_by_formula_s(roomy, ranges, schedules, num_stages, limit_s, limit_s)
+    share = _formula_share(num_microbatches, num_stages[0])
+    return share * _least_by_formula_s(roomy, ranges, schedules, num_stages, below_s / share, below_s / share)
+
+
+def _formula_share(num_microbatches: int, num_stages: int) -> float:
+    """Return the share of the time by a schedule's formula that so many stages of any sizes are likely to take at least.
+
+    Formulas add the time of all stages for a microbatch to that of the slowest one for the others.
+    """
+    hidden = _HIDDEN_SHARE * (num_stages - 1)
+    return min(_FORMULA_SHARE, num_microbatches / (num_microbatches + hidden))
 
 
 def _least_of_schedules_s(found: Partition, num_microbatches: int, schedules: Sequence[Schedule]) -> float:
@@ -246,7 +257,8 @@ def stage_candidates(
         return found
     plain, roomy = ranges_of(schedules[0].splits_weight_gradients, remats[:1]), replace(problem, share=math.inf)
     endless = RangeCosts(roomy, plain.layers, plain.costs)
-    bound_s = _FORMULA_SHARE * _least_by_formula_s(roomy, endless, schedules, num_stages, below_s / _FORMULA_SHARE)
+    share = _formula_share(num_microbatches, num_stages[0])
+    bound_s = share * _least_by_formula_s(roomy, endless, schedules, num_stages, below_s / share)
     found_s = min((each.bound_s for each in found), default=math.inf)
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
@@ -351,7 +363,7 @@ def _candidates(
                     timing=schedule_for_slow_links(timing, stages, virtual_stages, problem.expected_bytes)
                     if slow
                     else timing,
-                    bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
+                    bound_s=_formula_share(timing.num_microbatches, few_to_most[0]) * searches[0].lower_bound_s,
                     stages=stages,
                     virtual_stages=virtual_stages,
                     hosts=Hosts.of_devices(devices, problem.hardware),
@@ -405,7 +417,7 @@ def _colocated_candidates(problem: StageProblem, ranges: RangeCosts, timing: Tim
             PipelineCandidate(
                 layers=ranges.layers,
                 timing=timing,
-                bound_s=_FORMULA_SHARE * timed[0][0],
+                bound_s=_formula_share(timing.num_microbatches, len(stages)) * timed[0][0],
                 stages=stages,
                 virtual_stages=virtual_stages,
                 hosts=Hosts.of_devices(devices, problem.hardware),
@@ -431,7 +443,7 @@ def solved_searches(
     """
     while True:
         problem.check_time()
-        limit_s = below_s / _FORMULA_SHARE
+        limit_s = below_s / _formula_share(timing.num_microbatches, num_stages[0])
         without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False, below_s=limit_s)
         if without.best.step_time_s >= limit_s:
             return []

@@ -86,6 +86,17 @@ class ToldNumbers:
         seconds = unequal_stages_s(known.problem, known, count, likes, number, below_s)
         return seconds if seconds >= below_s else 0.0
 
+    def distance(self, region: Stages) -> float:
+        """Return how far the nearest microbatches are whose layers tell of a region, in doublings of their number."""
+        known, (few, most) = self.space.known_of(region.num_stages), region.num_stages
+        numbers = range(few, most + 1)
+        telling = (n for n in self._likes(region) if any(self.space.is_solved(known, n, number) for number in numbers))
+        return abs(math.log2(next(telling, math.inf) / region.num_microbatches))
+
+    def is_nearer(self, region: Stages) -> bool:
+        """Return whether a region was put off by microbatches twice as far as the nearest that are known by now."""
+        return region.by_others_s > 0 and 2 * self.distance(region) < region.told_from < math.inf
+
     def _likes(self, region: Stages) -> list[int]:
         """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""
         few, count = region.num_stages[0], region.num_microbatches

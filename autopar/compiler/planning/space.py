@@ -76,6 +76,8 @@ class Stages:
     """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
     by_others_s: float = 0.0
     """The time that tells those of equal stages apart, by the layers of other microbatches; 0 if it is not known."""
+    told_from: float = math.inf
+    """How far the nearest of these were, in doublings of their number."""
     share: float = 1.0
     """Of the memory: as much as the sum over a stage's layers may reach."""
     attempt: int = 0

@@ -361,20 +361,30 @@ class _EquivalentStages:
 
 
 def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages, max_gap: float) -> StageLayouts:
-    """Return the layouts for the memory multiplier that the search chose, or for higher prices until the stage fits."""
-    least = inputs.stage.cost.choice.memory_multiplier
-    prices = [each for each in _prices(equivalent.choices) if each >= (least, False)]
+    """Return the layouts for the least price of memory with which the stage fits.
+
+    Layers that the search took to need more than there is may fit as a whole. How much more others like them needed, by
+    the layers that the search chose, tells which prices are too low to be tried.
+    """
+    prices, submesh, choice = _prices(equivalent.choices), inputs.stage.submesh, inputs.stage.cost.choice
+    by_layers, limit = inputs.stage.cost.peak_bytes(inputs.num_in_flight), problem.memory_of(submesh)
     for price in prices:
+        kind = submesh, choice, price
+        needed = problem.needed_shares.get(kind, 0.0)
+        if price < (choice.memory_multiplier, False) and needed * by_layers > limit:
+            continue
         solution = equivalent.solution(price, problem, max_gap)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
-        if price == prices[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
+        if by_layers:
+            problem.needed_shares[kind] = min(peak_bytes / by_layers, needed or math.inf)
+        if price == prices[-1] or peak_bytes <= limit:
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap)
             return StageLayouts(
                 cost=solution.cost, peak_bytes=peak_bytes, gap=solution.gap, make_sharding=make_sharding
             )
-    raise AssertionError(least)
+    raise AssertionError(prices)
 
 
 def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSharding] | None:

@@ -66,6 +66,8 @@ class StageProblem:
     """The work of the tasks of layers so far (see `layer_costs`)."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
+    needed_shares: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    """Of the bytes that stages need by their layers, the least share that they needed as a whole by another price."""
 
     def check_time(self) -> None:
         """Raise `TimeIsUp` behind the deadline."""
