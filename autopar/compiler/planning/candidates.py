@@ -48,7 +48,7 @@ _UNEQUAL_SHARE = 0.9
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
 _HIDDEN_SHARE = 0.6
-"""Of the other stages' time for one microbatch, which formulas add to the slowest one's: what it hides if it is first."""
+"""Of the other stages' time for one microbatch, which formulas add to the slowest: what that hides if it is first."""
 _NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
 """The next best stages by a schedule's formula that are simulated. Formulas count on other microbatches, whose weight
 gradients fill the pipeline: of stages for a single one they tell less, and these are simulated in less time."""
@@ -150,7 +150,7 @@ def unequal_stages_s(
 
 
 def _formula_share(num_microbatches: int, num_stages: int) -> float:
-    """Return the share of the time by a schedule's formula that so many stages of any sizes are likely to take at least.
+    """Return the share of their time by a formula that so many stages of any sizes are likely to take at least.
 
     Formulas add the time of all stages for a microbatch to that of the slowest one for the others.
     """

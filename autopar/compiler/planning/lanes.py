@@ -117,18 +117,12 @@ def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[Sharded
     lanes = [lanes[lane] for lane in kept]
     found = [ShardedLanes.of(ranges, lanes, [shares[lane] for lane in kept])]
     every = [found[0].bare.shares, *_next_best_shares(found[0])]
-    saving = [tuple(map(_saving_memory, lane)) for lane in lanes]
-    others = [(lanes, each) for each in every[1:]]
-    others += [(saving, each) for each in every] if saving != lanes else []
-    for mine, each in others:
+    others = [(each, MEMORY_MULTIPLIERS[0]) for each in every[1:]]
+    others += [(each, MEMORY_MULTIPLIERS[-1]) for each in every]
+    for each, least_price in others:
         with suppress(MemoryTooSmall):
-            found.append(ShardedLanes.of(ranges, mine, each))
+            found.append(ShardedLanes.of(ranges, lanes, each, least_price))
     return found
-
-
-def _saving_memory(stage: Stage) -> Stage:
-    choice = stage.cost.choice._replace(memory_multiplier=MEMORY_MULTIPLIERS[-1])
-    return replace(stage, cost=replace(stage.cost, choice=choice))
 
 
 def _next_best_shares(best: ShardedLanes) -> list[list[int]]:
@@ -159,14 +153,19 @@ class ShardedLanes:
     layouts: Sequence[StageLayouts]
 
     @classmethod
-    def of(cls, ranges: RangeCosts, lanes: Sequence[Lane], shares: Sequence[int]) -> ShardedLanes:
-        """Return the best layouts of lanes with these shares. Raises `MemoryTooSmall` where one does not fit."""
+    def of(
+        cls, ranges: RangeCosts, lanes: Sequence[Lane], shares: Sequence[int], least_price: float = 0.0
+    ) -> ShardedLanes:
+        """Return the best layouts of lanes with these shares, by no less than a price of memory.
+
+        Raises `MemoryTooSmall` where one does not fit.
+        """
         problem, layers = ranges.problem, ranges.layers
         stages = tuple(stage for lane in lanes for stage in lane)
         bare = _bare_plan(ranges, lanes, shares)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
         timing = Timing(schedule=get_schedule(DEFAULT_SCHEDULE), num_microbatches=layers.num_microbatches)
-        layouts = stage_shardings(problem, layers, graph, bare, stages, timing)
+        layouts = stage_shardings(problem, layers, graph, bare, stages, timing, least_price=least_price)
         for stage, each in zip(stages, layouts, strict=True):
             if each.peak_bytes > problem.memory_of(stage.submesh):
                 raise MemoryTooSmall(

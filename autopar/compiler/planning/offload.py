@@ -55,7 +55,10 @@ def _fastest(problem: StageProblem, simulated: Simulated) -> Plan:
         method = replace(problem.method, offload=offload)
         try:
             found.append(
-                search_plan(replace(problem, method=method, known={}, layer_optima={}, solved_stages={}, needed_shares={}), simulated)
+                search_plan(
+                    replace(problem, method=method, known={}, layer_optima={}, solved_stages={}, needed_shares={}),
+                    simulated,
+                )
             )
         except AutoparError as error:
             if offload == "off" and not isinstance(error, MemoryTooSmall):

@@ -214,8 +214,12 @@ def stage_shardings(
     timing: Timing,
     max_gap: float = MAX_GAP,
     are_too_slow: Callable[[Mapping[int, StageLayouts]], bool] = lambda known: False,
+    *,
+    least_price: float = 0.0,
 ) -> list[StageLayouts]:
     """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible.
+
+    Memory costs no less than a price, whether it is short or not.
 
     The slowest stages are the first, since the others wait for them. Raises `StagesTooSlow` as soon as some of them
     `are_too_slow`.
@@ -232,7 +236,7 @@ def stage_shardings(
     for number in sorted(range(len(stages)), key=lambda number: -_seconds(stages[number].cost)):
         tell(f"layouts of stage {len(layouts) + 1} of {len(stages)}")
         problem.check_time()
-        layouts[number] = _solve(problem, *each[number], max_gap)
+        layouts[number] = _solve(problem, *each[number], max_gap, least_price)
         if len(layouts) < len(stages) and are_too_slow(layouts):
             raise StagesTooSlow(layouts)
     return [layouts[number] for number in range(len(stages))]
@@ -360,13 +364,20 @@ class _EquivalentStages:
         return self.solutions[price]
 
 
-def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages, max_gap: float) -> StageLayouts:
+def _solve(
+    problem: StageProblem,
+    inputs: _StageInputs,
+    equivalent: _EquivalentStages,
+    max_gap: float,
+    least_price: float,
+) -> StageLayouts:
     """Return the layouts for the least price of memory with which the stage fits.
 
     Layers that the search took to need more than there is may fit as a whole. How much more others like them needed, by
     the layers that the search chose, tells which prices are too low to be tried.
     """
-    prices, submesh, choice = _prices(equivalent.choices), inputs.stage.submesh, inputs.stage.cost.choice
+    prices = [each for each in _prices(equivalent.choices) if each >= (least_price, False)]
+    submesh, choice = inputs.stage.submesh, inputs.stage.cost.choice
     by_layers, limit = inputs.stage.cost.peak_bytes(inputs.num_in_flight), problem.memory_of(submesh)
     for price in prices:
         kind = submesh, choice, price
@@ -380,7 +391,7 @@ def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentS
         if price == prices[-1] or peak_bytes <= limit:
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
-                return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap)
+                return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap, least_price)
             return StageLayouts(
                 cost=solution.cost, peak_bytes=peak_bytes, gap=solution.gap, make_sharding=make_sharding
             )
