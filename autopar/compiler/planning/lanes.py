@@ -118,7 +118,7 @@ def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[Sharded
     found = [ShardedLanes.of(ranges, lanes, [shares[lane] for lane in kept])]
     every = [found[0].bare.shares, *_next_best_shares(found[0])]
     others = [(each, MEMORY_MULTIPLIERS[0]) for each in every[1:]]
-    others += [(each, MEMORY_MULTIPLIERS[-1]) for each in every]
+    others += [(each, price) for price in MEMORY_MULTIPLIERS[1:] for each in every]
     for each, least_price in others:
         with suppress(MemoryTooSmall):
             found.append(ShardedLanes.of(ranges, lanes, each, least_price))

@@ -294,6 +294,14 @@ def test_several_microbatches_are_in_a_bound_without_a_trace_unless_they_are_kno
     assert not waiting.is_there(region) and not waiting.may_be_there(region)
 
 
+def test_idle_devices_are_left_by_meshes_that_divide_what_there_is():
+    cluster = autopar.Cluster.parse("1x dgx-h100")
+    space = Space.of(problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 16)), cluster))
+    padding = {num_devices: space.pads(space.program(num_devices, (1, num_devices), 1)) for num_devices in (3, 4, 6)}
+    assert padding == {3: True, 4: False, 6: True}
+    assert not space.pads(space.program(8, (1, 8), 1))  # none is idle
+
+
 def test_a_search_takes_more_stages_than_the_model_has_layers_where_they_are_the_best():
     made, cluster = lstm(), autopar.Cluster(num_devices=8, kind="cpu")
     traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)

@@ -309,7 +309,7 @@ def test_of_shares_that_take_alike_times_by_the_formula_the_simulator_chooses(mo
 
     monkeypatch.setattr(search, "lanes_of_machines", recorded)
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # where no such plan is known
-    there = hosts(16e6, inside=1e9, between=1e9, counts=(4, 4), per_host=2)
+    there = hosts(16e6, inside=1e9, between=8e8, counts=(4, 4), per_host=2)
     found = planned_deep(there)
     assert set(met) == {(6, 2), (5, 3)} and found.plan.shares == (5, 3)
     by_formula, chosen = met[6, 2], met[5, 3]
@@ -331,9 +331,9 @@ def test_pipelines_of_unlike_machines_side_by_side_make_one_step(counts, per_hos
     check_runs(found, there)
 
 
-@pytest.mark.parametrize(("inside", "between"), [(3e8, 1e9), (1e9, 3e8)])
-def test_pipelines_side_by_side_never_put_off_a_faster_plan(inside, between, without_pipelines):
-    there = hosts(16e6, inside=inside, between=between, counts=(4, 4), per_host=2)
+@pytest.mark.parametrize(("memory", "inside", "between"), [(16e6, 3e8, 1e9), (17e6, 1e9, 3e8)])
+def test_pipelines_side_by_side_never_put_off_a_faster_plan(memory, inside, between, without_pipelines):
+    there = hosts(memory, inside=inside, between=between, counts=(4, 4), per_host=2)
     found, other = planned_deep(there), without_pipelines(there)
     assert found.simulate().step_time_s <= other.simulate().step_time_s
     assert any("pipelines" in words for words, _ in found.plan.certificate.runners_up)
