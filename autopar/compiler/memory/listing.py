@@ -544,11 +544,11 @@ class _Lister:
         On GPUs of which XLA knows what instructions take, those whose latencies it estimates, a hyperbolic tangent of
         32 bits does not. Of 16 bits it is computed by way of 32, and is kept.
         """
-        if self.machine.fuses_products:
+        if self.machine.fuses_products or not is_expensive(eqn):
             return False
         aval: Any = eqn.outvars[0].aval
         again = self.machine.holds_rows and self.machine.schedules_for_latency and aval.dtype.itemsize >= 4
-        return is_expensive(eqn) and not (again and eqn.primitive.name == "tanh")
+        return not (again and eqn.primitive.name == "tanh")
 
     def _keeps(self, eqn: jc.JaxprEqn) -> bool:
         """Return true for what is kept for many readers, though it is larger than what it is computed from."""

@@ -409,13 +409,18 @@ class _Search:
                 case Completion():
                     self.complete(region)
         except (MemoryTooSmall, InvalidArgument, NotSplittable, Unsupported) as error:
-            self.errors.append(error)
+            if not (isinstance(error, MemoryTooSmall) and self.has_less(region)):
+                self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
             if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and self.share_of(region) == 1.0:
                 self.open = self.space.without_joined(self.open, region)
             return not isinstance(error, MemoryTooSmall)
         return True
+
+    def has_less(self, region: Region) -> bool:
+        """Return whether a region is searched with less memory than there is, since some of its stages did not fit."""
+        return isinstance(region, Stages) and self.share_of(region) < 1
 
     def solve_program(self, region: OneProgram) -> float:
         """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least."""
