@@ -546,9 +546,10 @@ class _Lister:
         """
         if self.machine.fuses_products or not is_expensive(eqn):
             return False
+        if not (self.machine.holds_rows and self.machine.schedules_for_latency and eqn.primitive.name == "tanh"):
+            return True
         aval: Any = eqn.outvars[0].aval
-        again = self.machine.holds_rows and self.machine.schedules_for_latency and aval.dtype.itemsize >= 4
-        return not (again and eqn.primitive.name == "tanh")
+        return aval.dtype.itemsize < 4
 
     def _keeps(self, eqn: jc.JaxprEqn) -> bool:
         """Return true for what is kept for many readers, though it is larger than what it is computed from."""

@@ -305,7 +305,8 @@ def test_regions_are_those_that_jax_would_have_written():
 # --- the choice ---------------------------------------------------------------------------------------------------
 
 SIZES = {"num_blocks": 6, "width": 32, "rows": 16384}
-GPUS = autopar.Cluster(num_devices=8, kind="h100")
+# H100s compute a hyperbolic tangent in 32 bits again by themselves.
+GPUS = autopar.Cluster(num_devices=8, kind="a100")
 
 
 def planned(args, method, cluster=GPUS):
@@ -375,7 +376,7 @@ def test_recomputing_costs_modelled_time_and_saves_modelled_memory():
 
 # Tensor parallelism divides activations so well that less is enough before anything is computed again.
 @pytest.mark.parametrize(
-    "method, share", [(autopar.Zero(mesh_shape=(8,)), 0.8), (autopar.TensorParallel(mesh_shape=(8,)), 0.31)]
+    "method, share", [(autopar.Zero(mesh_shape=(8,)), 0.8), (autopar.TensorParallel(mesh_shape=(8,)), 0.27)]
 )
 def test_kinds_of_parallelism_recompute_layers_too(method, share):
     args = deep_arguments(num_blocks=2, width=32, rows=16384)
