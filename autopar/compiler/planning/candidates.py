@@ -152,9 +152,10 @@ def unequal_stages_s(
 def _formula_share(num_microbatches: int, num_stages: int) -> float:
     """Return the share of their time by a formula that so many stages of any sizes are likely to take at least.
 
-    Formulas add the time of all stages for a microbatch to that of the slowest one for the others.
+    Formulas add the time of all stages for a microbatch to that of the slowest one for the others, which hides it only
+    where it has more microbatches than there are stages.
     """
-    hidden = _HIDDEN_SHARE * (num_stages - 1)
+    hidden = _HIDDEN_SHARE * (num_stages - 1) if num_microbatches > num_stages else 0.0
     return min(_FORMULA_SHARE, num_microbatches / (num_microbatches + hidden))
 
 
