@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from autopar.compiler.inter_op.submeshes import Submesh, divides_as_well
+from autopar.compiler.inter_op.submeshes import divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.planning.candidates import microbatch_counts, stage_candidates
@@ -284,8 +284,7 @@ class _Search:
                 much_less_s = (_MUCH_LESS if self.learned.of_stages else 1.0) * self.best_s
                 return (0.0 if usual_s < much_less_s and not mixed else usual_s), 0.0, usual_s
             case OneProgram():
-                usual_s = max((seconds for _, seconds in self.by_layers_s(region)), default=0.0)
-                return (0.0 if first else max(likely_s, usual_s)), -1.0
+                return (0.0 if first else max(likely_s, self.by_layers_s(region))), -1.0
             case Lanes(num_microbatches=count):
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
@@ -312,8 +311,7 @@ class _Search:
         if isinstance(region, OneProgram):
             if self.space.pads(region) and self.space.problem.method.effort != "thorough":
                 return math.inf
-            by_layers_s = max((seconds for _, seconds in self.by_layers_s(region)), default=0.0)
-            return max(region.likely_s, _PROGRAM_SHARE * by_layers_s)
+            return max(region.likely_s, _PROGRAM_SHARE * self.by_layers_s(region))
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
@@ -386,14 +384,15 @@ class _Search:
         """Return whether the layers of a number of microbatches are cut already."""
         return any(count == num_microbatches for count, _, _ in self.space.cuttable.known)
 
-    def by_layers_s(self, region: OneProgram) -> list[tuple[Submesh, float]]:
-        """Return the seconds of one program by its layers on submeshes of as many devices, where these are known."""
+    def by_layers_s(self, region: OneProgram) -> float:
+        """Return the most seconds of one program by its layers on a submesh of as many devices; 0 if none are known."""
         devices, known = (region.num_devices, region.group), self.space.known
         if self.best is None or known is None or region.shape is None or region.num_microbatches not in known.solved:
-            return []
+            return 0.0
         layers = known.solved_layers(region.num_microbatches)
         there = [submesh for submesh in known.problem.submeshes() if (submesh.num_devices, submesh.group) == devices]
-        return [(each, layers.whole_s(each)) for each in there if each in layers.solved or layers.has_one_choice(each)]
+        solved = [each for each in there if each in layers.solved or layers.has_one_choice(each)]
+        return max(map(layers.whole_s, solved), default=0.0)
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region; return false where it does not fit into memory."""
