@@ -148,7 +148,8 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
     """Return the program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order.
 
-    `on_paper` it is for who simulates: what executables of several devices compute is not written down.
+    `on_paper` it is for who simulates: what executables of several devices compute is not written down, and the program
+    is verified when it is lowered to run.
     """
     check_callbacks(trace, plan)
     check_state_on_host(trace, plan)
@@ -158,8 +159,10 @@ def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
         batch_sizes = {i: trace.inputs[i].aval.shape[0] for i in trace.batch_inputs}
         graph, donated = cut_step(trace, plan), trace.donated_inputs
         program = lower(graph, plan, leaf_sizes=batch_sizes, donated_leaves=donated, on_paper=on_paper)
+    if on_paper:
+        return program
     program.verify()
-    return program if on_paper or plan.num_devices == 1 else guard_callbacks(program)
+    return program if plan.num_devices == 1 else guard_callbacks(program)
 
 
 def _check_kinds(problem: StageProblem) -> None:

@@ -7,10 +7,10 @@ and `params.py`, the gate to the parameters of equations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ def _bound_in_place(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, An
     trace, primitive = core.trace_ctx.trace, eqn.primitive
     if type(trace) is not partial_eval.DynamicJaxprTrace or eqn.ctx is not core.current_jaxpr_eqn_context():
         return None
-    if not eqn.source_info.traceback or not _is_plain(primitive) or config.eager_constant_folding.value:
+    if not eqn.source_info.traceback or not is_plain(primitive) or config.eager_constant_folding.value:
         return None
     info, params = _source_info_of(eqn), {**eqn.params, **changes} if changes else eqn.params
     tracers = [
@@ -169,7 +169,7 @@ def _bound_in_place(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, An
 
 
 @cache
-def _is_plain(primitive: Primitive) -> bool:
+def is_plain(primitive: Primitive) -> bool:
     """Return whether binding a primitive to a trace is `default_process_primitive`."""
     own = {"bind", "bind_with_trace", "get_bind_params", "is_high"}
     if type(primitive) is not Primitive or not own.isdisjoint(vars(primitive)):
@@ -196,16 +196,50 @@ def under_scope_of(eqn: JaxprEqn) -> Any:
 
 def _source_info_of(eqn: JaxprEqn) -> Any:
     """Return the name stack and line of an equation that is written down again, within the scopes around it."""
-    around, traceback = source_info_util.current_name_stack(), _traceback_of(eqn)
-    if not around.stack and traceback is eqn.source_info.traceback:
-        return eqn.source_info
-    return source_info_util.SourceInfo(traceback, around + eqn.source_info.name_stack)
+    return Place.here().source_info(eqn)
 
 
-def _traceback_of(eqn: JaxprEqn) -> Any:
-    """Return where the user wrote the equation; for one inside a jitted library function, where that was called."""
-    outer = source_info_util._source_info_context.context.traceback  # type: ignore[reportPrivateUsage]
-    return eqn.source_info.traceback if outer is None or source_line(eqn) else outer
+class Place(NamedTuple):
+    """Where equations are written down again: within name stacks, and a line for those that have none of the user's."""
+
+    name_stack: Any
+    traceback: Any
+
+    @staticmethod
+    def here() -> Place:
+        """Return the place of what is traced now."""
+        context = source_info_util._source_info_context.context  # type: ignore[reportPrivateUsage]
+        return Place(context.name_stack, context.traceback)
+
+    def source_info(self, eqn: JaxprEqn) -> Any:
+        """Return the name stack and line of an equation here; for one of a jitted library function, the caller's."""
+        own = eqn.source_info
+        traceback = own.traceback if self.traceback is None or source_line(eqn) else self.traceback
+        if not self.name_stack.stack and traceback is own.traceback:
+            return own
+        return source_info_util.SourceInfo(traceback, self.name_stack + own.name_stack)
+
+    def inside(self, eqn: JaxprEqn) -> Place:
+        """Return the place of the equations of which one here is made."""
+        info = self.source_info(eqn)
+        return Place(info.name_stack, info.traceback or self.traceback)
+
+    def of_program(self) -> Place:
+        """Return the place of a program of its own, whose name stacks begin anew."""
+        return Place(source_info_util.NameStack(), self.traceback)
+
+    def context(self) -> Any:
+        """A context in which newly traced equations are at this place."""
+        return source_info_util.user_context(self.traceback, name_stack=self.name_stack)
+
+    def equation(self, eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Var]) -> JaxprEqn:
+        """Return an equation on other operands, with other variables for its results."""
+        info = self.source_info(eqn)
+        return JaxprEqn(operands, results, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+
+
+NOWHERE = Place(source_info_util.NameStack(), None)
+"""The place of equations that are written down as they are."""
 
 
 def ad_phase(eqn: JaxprEqn) -> str | None:
@@ -427,6 +461,41 @@ def part_of(
     return ClosedJaxpr(Jaxpr(list(kept), list(inputs), list(results), list(eqns), effects, names), list(kept.values()))
 
 
+def program_of(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Var],
+    results: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
+    consts: Iterable[tuple[Any, Any]],
+) -> ClosedJaxpr:
+    """A program in place of another one; `consts` are what stands for each, a variable or a literal, and its value."""
+    kept = [(v, const) for v, const in consts if isinstance(v, Var)]
+    jaxpr = open_jaxpr(closed)[0].replace(
+        constvars=[v for v, _ in kept],
+        invars=list(inputs),
+        outvars=list(results),
+        eqns=list(eqns),
+        effects=frozenset(effect for eqn in eqns for effect in eqn.effects),
+        debug_info=open_jaxpr(closed)[0].debug_info.with_unknown_names(),
+    )
+    return closed_jaxpr(jaxpr, [const for _, const in kept])
+
+
+def constant_atom(value: Any) -> Any:
+    """Return what stands for a constant in a program: a literal for a scalar, a new variable for an array."""
+    aval = core.typeof(value)
+    return Literal(value, aval) if core.is_literalable(value) else Var(aval)  # type: ignore[attr-defined]
+
+
+def says_where(closed: ClosedJaxpr) -> bool:
+    """Return whether types in a program say of what mesh values are, or its effects on which of its inputs they are."""
+    jaxpr, _ = open_jaxpr(closed)
+    if any(isinstance(effect, effects.JaxprInputEffect) for effect in jaxpr.effects):
+        return True
+    made = (v for eqn in all_equations(jaxpr) for v in eqn.outvars)
+    return any(type(v.aval) is ShapedArray and not v.aval.sharding.mesh.empty for v in (*jaxpr.invars, *made))
+
+
 def value_like(v: Var) -> Var:
     """A new variable of the same type."""
     return value_of_type(v.aval)
@@ -561,7 +630,7 @@ def common_scope(eqns: Sequence[JaxprEqn]) -> Any:
     while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
         depth += 1
     name_stack = source_info_util.NameStack(stacks[0][:depth])
-    return source_info_util.user_context(_traceback_of(eqns[0]), name_stack=name_stack)
+    return source_info_util.user_context(Place.here().source_info(eqns[0]).traceback, name_stack=name_stack)
 
 
 def bind_recomputation(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:

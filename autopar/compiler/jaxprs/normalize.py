@@ -20,6 +20,7 @@ from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.copying import Replaced, copy_program
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
 from autopar.compiler.jaxprs.manual_regions import mapped_region
@@ -27,13 +28,32 @@ from autopar.compiler.jaxprs.primitives import MANUAL, NESTED
 
 _OVER_MAPPED_AXES = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
+_REWRITTEN = MANUAL | NESTED | {"custom_linear_solve", *_OVER_MAPPED_AXES}
+"""Equations beside calls that are others here, or whose bodies are."""
+
 # The scopes of constraints that were arguments of `jax.jit`.
 IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
 
 
 def normalize(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """The same function with calls inlined at every depth and without dead equations."""
-    return eliminate_dead(rewrite(closed, _inlined))
+    if jc.says_where(closed):  # types are found anew, which a copy keeps
+        return eliminate_dead(rewrite(closed, _inlined))
+    copied = copy_program(closed, _replacement, jc.Place.here().of_program())
+    return eliminate_dead(copied)
+
+
+def _replacement(eqn: jc.JaxprEqn, place: jc.Place) -> Replaced | None:
+    """Return the function that an equation calls, or what `_inlined` makes of it; None if it stays."""
+    called = jp.called_function(eqn)
+    if called is not None and not any(map(any, jp.jit_shardings(eqn))):
+        return Replaced(called, place.inside(eqn), again=True)
+    reorders = eqn.primitive.name == "reshape" and jp.read_order(eqn) is not None
+    if called is None and not (eqn.primitive.name in _REWRITTEN or eqn.effects or reorders):
+        return None
+    with place.context():
+        made = jc.trace(lambda *values: _inlined(0, eqn, list(values)), [v.aval for v in eqn.invars])
+    return Replaced(made, place, again=False)
 
 
 def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:

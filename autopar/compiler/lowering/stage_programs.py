@@ -113,7 +113,8 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool =
         layouts_of_task = task_layouts(task, planned.sharding, mesh, number)
         if not on_paper or makes_host_values(task.jaxpr):
             jaxprs[task.name] = emit_spmd_task(task.jaxpr, local_task(task, layouts_of_task, mesh), mesh)
-    return ShardedMesh(jaxprs=jaxprs | _zeros(graph, plan.stages_on(number), types), types=types)
+    zeros = {} if on_paper else _zeros(graph, plan.stages_on(number), types)
+    return ShardedMesh(jaxprs=jaxprs | zeros, types=types)
 
 
 def _zeros(graph: StageGraph, stages: Collection[int], types: Mapping[str, ArrayType]) -> dict[str, jc.ClosedJaxpr]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.copying import Copier
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.microbatch.accumulate import combine
 from autopar.compiler.pipeline.stage_graph import Accumulation, StageGraph, StageTask
@@ -43,25 +45,31 @@ def emit_task(graph: StageGraph, task: StageTask) -> EmittedTask:
     totals = [a for a in task.accumulations if a.kind != "concatenate"]
     parts = {a.operand for a in task.accumulations if a.kind == "concatenate"}
     handed_on = [n for n in _made(task) if n in read or n in parts or task.kind == "U"]
-    function = jc.jaxpr_as_fun(task.jaxpr)
-    num_inputs = len(task.inputs)
-
-    def run(*args: Any) -> list[Any]:
-        made = dict(zip(task.outputs, function(*args[:num_inputs]), strict=True))
-        added = [
-            _add(a, total, made[a.operand], graph.num_microbatches)
-            for a, total in zip(totals, args[num_inputs:], strict=True)
-        ]
-        return [made[n] for n in handed_on] + added
-
-    avals = [*task.jaxpr.in_avals, *(_struct(graph, a.operand) for a in totals)]
     return EmittedTask(
         task=task,
-        jaxpr=task.jaxpr if not totals and tuple(handed_on) == task.outputs else jc.trace(run, avals),
+        jaxpr=_adding(graph, task, handed_on, totals),
         inputs=(*task.inputs, *(a.result for a in totals)),
         outputs=(*handed_on, *(a.result for a in totals)),
         per_microbatch=micro,
     )
+
+
+def _adding(
+    graph: StageGraph, task: StageTask, handed_on: Sequence[str], totals: Sequence[Accumulation]
+) -> jc.ClosedJaxpr:
+    """Return the program of a task, of these of its results, with the totals that it adds others to."""
+    if not totals and tuple(handed_on) == task.outputs:
+        return task.jaxpr
+    jaxpr, consts = jc.open_jaxpr(task.jaxpr)
+    made = dict(zip(task.outputs, jaxpr.outvars, strict=True))
+    copier, inputs, results = Copier(), [*jaxpr.invars], [made[name] for name in handed_on]
+    for a in totals:
+        avals = _struct(graph, a.operand), made[a.operand].aval
+        added, added_consts = jc.open_jaxpr(_addition(a.kind, a.axis, graph.num_microbatches, avals))
+        inputs.append(jc.value_like(added.invars[0]))
+        results += copier.run(added, added_consts, [inputs[-1], made[a.operand]])
+    kept = [*zip(jaxpr.constvars, consts, strict=True), *copier.consts.values()]
+    return jc.program_of(task.jaxpr, inputs, results, [*jaxpr.eqns, *copier.eqns], kept)
 
 
 def _emit_single(task: StageTask, read: frozenset[str], micro: frozenset[str]) -> EmittedTask:
@@ -83,10 +91,14 @@ def _made(task: StageTask) -> list[str]:
     return [n for n in task.outputs if n not in task.inputs]
 
 
-def _add(a: Accumulation, total: Any, part: Any, num_microbatches: int) -> Any:
-    if a.kind == "mean":
-        return total + part / num_microbatches
-    return combine(a.kind, a.axis, [total, part])
+@lru_cache(maxsize=1024)
+def _addition(kind: str, axis: int, num_microbatches: int, avals: tuple[Any, Any]) -> jc.ClosedJaxpr:
+    """Return the program that adds a part to a total, of these types."""
+
+    def add(total: Any, part: Any) -> Any:
+        return total + part / num_microbatches if kind == "mean" else combine(kind, axis, [total, part])
+
+    return jc.trace(add, avals)
 
 
 def _struct(graph: StageGraph, name: str) -> jax.ShapeDtypeStruct:
