@@ -53,6 +53,45 @@ def equation_classes(jaxpr: jc.Jaxpr) -> tuple[Hashable, ...]:
     return _classes[jaxpr]
 
 
+_contents: weakref.WeakKeyDictionary[jc.Jaxpr, Hashable] = weakref.WeakKeyDictionary()
+
+
+def content_key(jaxpr: jc.Jaxpr) -> Hashable:
+    """Return what is equal for programs of equal equations, in their bodies too, that read each other alike."""
+    if jaxpr not in _contents:
+        _contents[jaxpr] = _content_of(jaxpr)
+    return _contents[jaxpr]
+
+
+def _content_of(jaxpr: jc.Jaxpr) -> Hashable:
+    given = (*jaxpr.constvars, *jaxpr.invars)
+    numbers: dict[Any, Hashable] = {v: number for number, v in enumerate(given)}
+    lines: list[Hashable] = []
+
+    def number(atom: Any) -> Hashable:
+        return literal_key(atom) if isinstance(atom, jc.Literal) else numbers[atom]
+
+    for kind, eqn in zip(equation_classes(jaxpr), jaxpr.eqns, strict=True):
+        lines.append((_nested_key(eqn) if eqn.primitive.name in NESTED else kind, tuple(map(number, eqn.invars))))
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+    types = tuple([(tuple(aval.shape), aval.dtype) for aval in _avals(given)])
+    return (len(jaxpr.constvars), types, tuple(lines), tuple(map(number, jaxpr.outvars)))
+
+
+def _nested_key(eqn: jc.JaxprEqn) -> Hashable:
+    bodies = [jc.open_jaxpr(body)[0] for body in jc.subjaxprs(eqn)]
+    given = jp.parameters(eqn)
+    params = tuple([(key, _frozen(given[key])) for key in sorted(given) if not _has_programs(given[key])])
+    types = tuple([(tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars])])
+    return (eqn.primitive.name, params, types, tuple(map(content_key, bodies)))
+
+
+def _has_programs(value: Any) -> bool:
+    parts: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(part, (jc.Jaxpr, jc.ClosedJaxpr)) for part in parts)
+
+
 def literal_key(literal: Any) -> Hashable:
     """Equal for literals of one type and value, and sooner there than their text."""
     aval, value = literal.aval, literal.val

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.equation_keys import content_key
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.fusion_kinds import (
     COMPUTED_AGAIN,
@@ -151,6 +152,10 @@ def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
 
 _known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, FusionRules], tuple[Traffic, ...]]]
 _known = weakref.WeakKeyDictionary()
+_alike: dict[Hashable, tuple[Traffic, ...]] = {}
+"""The same by the content of a jaxpr: layers of a step are equal, and so are the programs cut from them."""
+_MOST_ALIKE = 256
+"""Contents that are remembered at a time."""
 
 
 def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: FusionRules) -> tuple[Traffic, ...]:
@@ -162,12 +167,21 @@ def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: 
         return tuple(map(_unfused, jaxpr.eqns))
     known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
     if (stacks, rules) not in known:
+        known[stacks, rules] = _of_content(jaxpr, stacks, rules)
+    return known[stacks, rules]
+
+
+def _of_content(jaxpr: jc.Jaxpr, stacks: Stacks | None, rules: FusionRules) -> tuple[Traffic, ...]:
+    key = (content_key(jaxpr), stacks)
+    if (*key, rules) not in _alike:
+        if len(_alike) >= _MOST_ALIKE:
+            _alike.clear()
         layouts = layouts_of(jaxpr) if rules.holds_rows or rules.transposes_operands else Layouts()
         same = rules._replace(transposes_operands=rules.transposes_operands and any(layouts.transposed))
-        if (stacks, same) not in known:
-            known[stacks, same] = _Fusion(jaxpr=jaxpr, stacks=stacks, rules=same, layouts=layouts).run()
-        known[stacks, rules] = known[stacks, same]
-    return known[stacks, rules]
+        if (*key, same) not in _alike:
+            _alike[*key, same] = _Fusion(jaxpr=jaxpr, stacks=stacks, rules=same, layouts=layouts).run()
+        _alike[*key, rules] = _alike[*key, same]
+    return _alike[*key, rules]
 
 
 _END = -1

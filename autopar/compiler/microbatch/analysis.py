@@ -156,11 +156,13 @@ def _steps(
     step = _step(analysis, scope, place, eqn, at_other_batch)
     if not scope.straight or step.mode == WHOLE:
         return [step]
+    if not step.bodies:
+        return [_repeating(analysis, scope, place, step)]
     counts = [isinstance(r, Partial) and not r.provenance.stateful for r in step.results]
     shared = [place in analysis.apart and isinstance(r, Invariant) for r in step.results]
     rest = [not a and not b for a, b in zip(counts, shared)]
     groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
-    if step.bodies and len(groups) > 1:
+    if len(groups) > 1:
         pairs = [(jc.only_results(eqn, wanted), jc.only_results(at_other_batch, wanted)) for wanted in groups]
         if all(len(a) == len(b) == 1 and len(a[0].outvars) < len(eqn.outvars) for a, b in pairs):
             return [
@@ -173,9 +175,10 @@ def _steps(
 
 def _repeating(analysis: AnalysisState, scope: Scope, place: EquationPlace, step: MicrobatchStep) -> MicrobatchStep:
     """Mark the shared results of an equation that is evaluated for every microbatch."""
+    if not scope.top or not any(isinstance(r, Invariant) for r in step.results):
+        return step
     operands = [s for s, use in zip(step.operands, step.uses) if step.bodies and use != COMPLETE]
-    varies = any(map(_varies, (*operands, *step.results)))
-    if not scope.top or not varies or not any(isinstance(r, Invariant) for r in step.results):
+    if not any(map(_varies, (*operands, *step.results))):
         return step
     results = [
         _marked(analysis, place, r, v.aval) if isinstance(r, Invariant) else r
@@ -221,7 +224,8 @@ def _step(
     if reduced and _can_be_whole(scope, eqn, states):
         # What depends on the batch alone is exact and shared if it is taken of the whole batch.
         return _whole(analysis, eqn, at_other_batch, states)
-    return replace(step, operands=tuple(states))
+    operands = tuple(states)
+    return step if step.operands == operands else replace(step, operands=operands)
 
 
 def _varies(state: State) -> bool:

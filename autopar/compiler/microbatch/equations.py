@@ -300,7 +300,8 @@ def with_rows(analysis: AnalysisState, place: EquationPlace, state: Batched) -> 
     """A batched value that depends on the state is among the rows behind everything computed from it."""
     if not state.provenance.stateful:
         return state
-    return replace(state, provenance=replace(state.provenance, rows=state.provenance.rows | analysis.bit(place)))
+    rows = replace(state.provenance, rows=state.provenance.rows | analysis.bit(place))
+    return Batched(axis=state.axis, provenance=rows, gathered=state.gathered)
 
 
 def _from_shared(

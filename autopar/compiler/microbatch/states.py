@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, NoReturn
 
 from autopar.compiler.jaxprs import compat as jc
@@ -44,6 +43,8 @@ class Provenance:
     """The equations that compute it again for every microbatch, because their other results vary."""
 
     def __or__(self, other: Provenance) -> Provenance:
+        if other is self or other is NOTHING:
+            return self
         return Provenance(
             stateful=self.stateful or other.stateful,
             round=max(self.round, other.round),
@@ -54,11 +55,14 @@ class Provenance:
         )
 
 
+NOTHING = Provenance()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Invariant:
     """The same for every microbatch; `zero` where it is known to be all zeros."""
 
-    provenance: Provenance = Provenance()
+    provenance: Provenance = NOTHING
     zero: bool = False
 
 
@@ -67,7 +71,7 @@ class Batched:
     """A contiguous slice of rows along `axis`."""
 
     axis: int
-    provenance: Provenance = Provenance()
+    provenance: Provenance = NOTHING
     gathered: bool = False
     """The rows of all microbatches are at hand, and each takes its own."""
 
@@ -77,21 +81,21 @@ class Partial:
     """A summand (`kind` sum), or what takes part in a maximum, minimum, conjunction or disjunction."""
 
     kind: str
-    provenance: Provenance = Provenance()
+    provenance: Provenance = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """A statistic of the microbatch that stands for the one of the batch."""
 
-    provenance: Provenance = Provenance()
+    provenance: Provenance = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """A value of the full batch that has no slice for a microbatch."""
 
-    provenance: Provenance = Provenance()
+    provenance: Provenance = NOTHING
 
 
 State = Invariant | Batched | Partial | Local | Whole
@@ -99,7 +103,10 @@ State = Invariant | Batched | Partial | Local | Whole
 
 def provenances(states: Iterable[State]) -> Provenance:
     """Return all that values in these states come from."""
-    return reduce(lambda a, b: a | b, (s.provenance for s in states), Provenance())
+    found = NOTHING
+    for state in states:
+        found = state.provenance if found is NOTHING else found | state.provenance
+    return found
 
 
 def completed(state: State) -> Invariant:
@@ -195,6 +202,8 @@ Verdict = Rows | ReducedBatch
 def batch_axes(aval: Any, at_other_batch: Any) -> tuple[int, ...]:
     """The axes along which a value grows with the batch."""
     full, double = getattr(aval, "shape", ()), getattr(at_other_batch, "shape", ())
+    if full == double:
+        return ()
     return tuple(i for i, (n, m) in enumerate(zip(full, double, strict=True)) if n != m)
 
 

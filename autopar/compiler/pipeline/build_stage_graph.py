@@ -69,7 +69,7 @@ class _Builder:
         self.step = self.phases.step
         self.jaxpr = self.step.jaxpr.jaxpr
         self.eqns = self.phases.equations
-        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.operands, self.producer = self.phases.operands, self.phases.producer
         self.consts = dict(zip(self.jaxpr.constvars, self.step.jaxpr.consts, strict=True))
         self.task_equations = task_equations
         self.names: dict[ValueKey, str] = {(v, None): n for v, n in zip(self.jaxpr.invars, input_names, strict=True)}
@@ -161,9 +161,7 @@ class _Builder:
         wanted = self._read_elsewhere(key)
         wanted.update((v, None) for e in accumulated if isinstance(v := e.invars[0], jc.Var))
         wanted.update((v, None) for v in tied)
-        reads = dict.fromkeys(
-            v for i in indices for v in jc.operands(self.eqns[i]) if v not in made and v not in self.consts
-        )
+        reads = dict.fromkeys(v for i in indices for v in self.operands[i] if v not in made and v not in self.consts)
         reads |= dict.fromkeys(v for v in wanted if v not in made)  # a batch input passed on as it is
         results = list(wanted)
         return StageTask(
@@ -207,7 +205,7 @@ class _Builder:
         readers: dict[jc.Var, set[TaskKey]] = {}
         for key, indices in self.task_equations.equations.items():
             made = {v for i in indices for v in self.eqns[i].outvars}
-            for v in (v for i in indices for v in jc.operands(self.eqns[i]) if v not in made):
+            for v in (v for i in indices for v in self.operands[i] if v not in made):
                 readers.setdefault(v, set()).add(key)
         return readers
 

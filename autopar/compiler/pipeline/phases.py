@@ -19,8 +19,10 @@ differentiated is a forward pass too: it begins with a product of that value and
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -75,7 +77,26 @@ class Phases:
         """The equations of the step, by index."""
         return self.step.jaxpr.jaxpr.eqns
 
-    @property
+    @cached_property
+    def operands(self) -> list[list[jc.Var]]:
+        """By equation, the variables that it reads."""
+        return [jc.operands(eqn) for eqn in self.equations]
+
+    @cached_property
+    def producer(self) -> Mapping[jc.Var, int]:
+        """By variable, the equation that makes it."""
+        return {v: i for i, eqn in enumerate(self.equations) for v in eqn.outvars}
+
+    @cached_property
+    def consumers(self) -> Mapping[jc.Var, Sequence[int]]:
+        """By variable, the equations that read it."""
+        consumers: dict[jc.Var, list[int]] = {}
+        for i, read in enumerate(self.operands):
+            for v in read:
+                consumers.setdefault(v, []).append(i)
+        return consumers
+
+    @cached_property
     def num_rounds(self) -> int:
         """Sweeps of all microbatches in one step."""
         per_microbatch = (Phase.FORWARD, Phase.BACKWARD)

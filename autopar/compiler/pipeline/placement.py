@@ -145,11 +145,7 @@ class _Placer:
         self.reach: dict[jc.Var, int] = {}  # the last stage that an activation is read on in the forward pass
         self.deferred_elsewhere = deferred_elsewhere
         self.deferred: set[int] = set()
-        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.consumers: dict[jc.Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in jc.operands(eqn):
-                self.consumers.setdefault(v, []).append(i)
+        self.operands, self.producer, self.consumers = phases.operands, phases.producer, phases.consumers
         jaxpr = phases.step.jaxpr.jaxpr
         self.inputs = {
             v
@@ -176,7 +172,7 @@ class _Placer:
     def _find_reach(self, equations: Iterable[int]) -> None:
         for i in equations:
             if Phase.FORWARD in self.phases.of[i]:
-                for v in jc.operands(self.eqns[i]):
+                for v in self.operands[i]:
                     if v in self.micro_stage:
                         self.reach[v] = max(self.reach.get(v, self.micro_stage[v]), self.stages[i])
 
@@ -196,7 +192,7 @@ class _Placer:
         """The homes so far, of parameters by the layers that read them, and of what is joined elementwise with them."""
         homes = dict(self.homes)
         for i in sorted(self.layer_stage):
-            for v in self._origins(jc.operands(self.eqns[i])) & self.inputs:
+            for v in self._origins(self.operands[i]) & self.inputs:
                 homes[v] = min(homes.get(v, self.layer_stage[i]), self.layer_stage[i])
         once = [i for i in range(len(self.eqns)) if Phase.STEP in self.phases.of[i]]
         joined, of_class = self._homes_of_classes(homes, once)
@@ -229,7 +225,7 @@ class _Placer:
             seen.add(v)
             index = self.producer.get(v)
             if index is not None and Phase.UNPLACED in self.phases.of[index]:
-                stack.extend(jc.operands(self.eqns[index]))
+                stack.extend(self.operands[index])
             else:
                 origins.add(v)
         return origins
@@ -244,7 +240,7 @@ class _Placer:
         used: dict[jc.Var, set[int]] = {}
         for i, stage in self.stages.items():
             if self.phases.of[i] & {Phase.FORWARD, Phase.BACKWARD}:
-                for v in self._origins(jc.operands(self.eqns[i])) & self.inputs:
+                for v in self._origins(self.operands[i]) & self.inputs:
                     used.setdefault(v, set()).add(stage)
         return used
 
@@ -353,7 +349,7 @@ class _Placer:
 
     def _read(self, index: int) -> list[jc.Var]:
         """Operands of an update equation; a deferred sum reads accumulated gradients, where they were made."""
-        operands = jc.operands(self.eqns[index])
+        operands = self.operands[index]
         if index in self.deferred:
             for v in operands:
                 if v in self.micro_stage and self.producer[v] not in self.deferred:

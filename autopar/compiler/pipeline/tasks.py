@@ -62,7 +62,7 @@ class _Gatherer:
         self.remat_stages = remat_stages
         specs = zip(self.phases.step.jaxpr.jaxpr.invars, self.phases.step.inputs, strict=True)
         self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
-        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.operands, self.producer = self.phases.operands, self.phases.producer
         self.again: dict[TaskKey, set[int]] = {}
         self.equations: dict[TaskKey, list[int]] = {}
         self.accumulations: dict[TaskKey, list[int]] = {}
@@ -99,7 +99,7 @@ class _Gatherer:
             if producer is not None and Phase.UNPLACED in self.phases.of[producer]:
                 equations.append(producer)
         for i in sorted(self.placement.deferred):
-            for v in jc.operands(self.eqns[i]):
+            for v in self.operands[i]:
                 if not self._deferred(v):
                     producer = self.producer[v]
                     key = (self._kind(producer), self.placement.stages[producer], self.phases.rounds[producer])
@@ -117,14 +117,14 @@ class _Gatherer:
 
     def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
         """A rematerialised stage: the backward task also holds the forward equations whose results it reads."""
-        needed = {v for i in indices for v in jc.operands(self.eqns[i])}
+        needed = {v for i in indices for v in self.operands[i]}
         chosen = set(indices)
         for i in range(max(indices), -1, -1):
             same = self.placement.stages.get(i) == key[1] and self.phases.rounds[i] == key[2]
             forward = same and Phase.FORWARD in self.phases.of[i] and not self.eqns[i].effects
             if forward and needed.intersection(self.eqns[i].outvars):
                 chosen.add(i)
-                needed.update(jc.operands(self.eqns[i]))
+                needed.update(self.operands[i])
         return sorted(chosen)
 
     def _make_again(self, anchored: dict[TaskKey, list[int]], forward: TaskKey) -> None:
@@ -133,12 +133,12 @@ class _Gatherer:
         producers = {v: self.eqns[i] for i in sorted(anchored[forward]) for v in self.eqns[i].outvars}
         kept = values_to_keep(producers, [self.eqns[i] for key in later for i in anchored[key]], self._is_free)
         for key in later:
-            missing, again = [v for i in anchored[key] for v in jc.operands(self.eqns[i])], set[int]()
+            missing, again = [v for i in anchored[key] for v in self.operands[i]], set[int]()
             while missing:
                 v = missing.pop()
                 if v in producers and v not in kept and (i := self.producer[v]) not in again:
                     again.add(i)
-                    missing += jc.operands(self.eqns[i])
+                    missing += self.operands[i]
             self.again[key] = again
 
     def _when_first_read(self, indices: Sequence[int], again: Collection[int]) -> list[int]:
@@ -146,7 +146,7 @@ class _Gatherer:
         first_reader: dict[int, int] = {}
         for i in reversed(indices):
             place = first_reader[i] if i in again else i
-            for v in jc.operands(self.eqns[i]):
+            for v in self.operands[i]:
                 j = self.producer.get(v)
                 if j is not None and j in again:
                     first_reader[j] = min(place, first_reader.get(j, place))
@@ -163,20 +163,16 @@ class _Gatherer:
 
     def _split_weight_gradients(self, anchored: dict[TaskKey, list[int]]) -> None:
         """Move to W what no other stage waits for (Zero Bubble, arXiv 2401.10241, section 2)."""
+        read_on: dict[jc.Var, set[tuple[int, int]]] = {}
+        for key, indices in anchored.items():
+            for v in (v for i in indices for v in self.operands[i]):
+                read_on.setdefault(v, set()).add(key[1:])
         for key in [k for k in anchored if k[0] == "B" and k[1] not in self.remat_stages]:
-            indices = anchored[key]
-            outside = {
-                v
-                for other, others in anchored.items()
-                if other[1] != key[1] or other[2] != key[2]
-                for i in others
-                for v in jc.operands(self.eqns[i])
-            }
-            wanted, first = set(outside), set[int]()
+            indices, wanted, first = anchored[key], set[jc.Var](), set[int]()
             for i in reversed(indices):
-                if wanted.intersection(self.eqns[i].outvars):
+                if any(v in wanted or read_on.get(v, set()) - {key[1:]} for v in self.eqns[i].outvars):
                     first.add(i)
-                    wanted.update(jc.operands(self.eqns[i]))
+                    wanted.update(self.operands[i])
             rest = [i for i in indices if i not in first]
             if not rest or not first:  # nobody waits for the first stage
                 continue
@@ -210,7 +206,7 @@ class _Gatherer:
         closure = set(indices)
         stack = list(indices)
         while stack:
-            for v in jc.operands(self.eqns[stack.pop()]):
+            for v in self.operands[stack.pop()]:
                 i = self.producer.get(v)
                 if i is not None and i not in closure and v not in kept and Phase.UNPLACED in self.phases.of[i]:
                     closure.add(i)

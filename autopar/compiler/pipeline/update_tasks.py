@@ -43,7 +43,7 @@ class UpdateRounds:
         self.phases = placement.phases
         self.eqns = self.phases.equations
         self.task_equations = equations
-        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.operands, self.producer = self.phases.operands, self.phases.producer
         self.last_group = self.phases.num_rounds
         self.groups = self._find_groups()
         self.update_rounds: dict[int, int] = {}
@@ -72,7 +72,7 @@ class UpdateRounds:
             if own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED} and i not in self.placement.deferred:
                 readers.append(self.phases.rounds[i])
             if readers:
-                for v in self._operands[i]:
+                for v in self.operands[i]:
                     earliest[v] = min(earliest.get(v, self.last_group), *readers)
         return groups
 
@@ -84,7 +84,7 @@ class UpdateRounds:
     def _assign_placed(self) -> None:
         for i in sorted(i for i in self.groups if i in self.placement.stages):
             stage, group = self.placement.stages[i], self.groups[i]
-            self.update_rounds[i] = self._available(self._operands[i], stage, group)
+            self.update_rounds[i] = self._available(self.operands[i], stage, group)
             self.roots.setdefault((group, self.update_rounds[i], stage), []).append(i)
 
     def _available(self, variables: Sequence[jc.Var], stage: int, group: int) -> int:
@@ -104,7 +104,7 @@ class UpdateRounds:
                 if self.groups[i] == group:
                     update_round = max(update_round, self.update_rounds[i] + (self.placement.stages[i] != stage))
             elif self._floating(i) or self._is_alias_equation(i):
-                stack.extend(self._operands[i])
+                stack.extend(self.operands[i])
         return update_round
 
     def _floating(self, index: int) -> bool:
@@ -114,11 +114,6 @@ class UpdateRounds:
     def _without_place(self) -> frozenset[int]:
         """The equations that run once per step and have no place."""
         return frozenset(i for i in range(len(self.eqns)) if self._runs_once(i) and i not in self.placement.stages)
-
-    @cached_property
-    def _operands(self) -> list[list[jc.Var]]:
-        """By equation, the variables that it reads."""
-        return [jc.operands(eqn) for eqn in self.eqns]
 
     def _is_alias_equation(self, index: int) -> bool:
         return self.eqns[index].primitive is accumulate_p and self._is_alias(index)
@@ -133,7 +128,7 @@ class UpdateRounds:
     def _assign_values_for_microbatches(self) -> None:
         for (_, stage, round_number), indices in self.task_equations.items():
             for i in indices:
-                for v in self._operands[i]:
+                for v in self.operands[i]:
                     producer = self.producer.get(v)
                     if (
                         producer is not None
@@ -191,11 +186,11 @@ class UpdateRounds:
             if v in self.placement.homes:
                 stages.append(self.placement.homes[v])
             elif i is not None and self._floating(i):
-                stack.extend(self._operands[i])
+                stack.extend(self.operands[i])
         return max(stages)
 
     def _add_root(self, index: int, stage: int, group: int) -> None:
-        update_round = self._available(self._operands[index], stage, group)
+        update_round = self._available(self.operands[index], stage, group)
         roots = self.roots.setdefault((group, update_round, stage), [])
         if index not in roots:
             roots.append(index)
@@ -221,7 +216,7 @@ class UpdateRounds:
         self._delay([i for i in order if order[i]])
         task_of = {i: key for key, indices in self.roots.items() for i in indices}
         for i in sorted((i for i in task_of if order[i] == 0), reverse=True):
-            readers = [r for v in self.eqns[i].outvars for r in self._readers_of_variables.get(v, ())]
+            readers = [r for v in self.eqns[i].outvars for r in self.phases.consumers.get(v, ())]
             wanted = {(task_of.get(r), order[r]) for r in readers}
             shown = self._shown.intersection(self.eqns[i].outvars)
             if len(wanted) == 1 and task_of[i] == next(iter(wanted))[0] and not shown:
@@ -244,7 +239,7 @@ class UpdateRounds:
         task_of = {i: key for key, indices in self.roots.items() for i in indices}
         for i in sorted((i for i in equations if i in task_of), reverse=True):
             outvars = self.eqns[i].outvars
-            readers = {task_of.get(r) for v in outvars for r in self._readers_of_variables.get(v, ())}
+            readers = {task_of.get(r) for v in outvars for r in self.phases.consumers.get(v, ())}
             later = next(iter(readers)) if len(readers) == 1 else None
             (group, update_round, stage) = task_of[i]
             if later is None or self._shown.intersection(outvars) or self.eqns[i].effects:
@@ -261,14 +256,6 @@ class UpdateRounds:
         """The results of the step."""
         return frozenset(v for v in self.phases.step.jaxpr.jaxpr.outvars if isinstance(v, jc.Var))
 
-    @cached_property
-    def _readers_of_variables(self) -> Mapping[jc.Var, Sequence[int]]:
-        readers: dict[jc.Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for v in jc.operands(eqn):
-                readers.setdefault(v, []).append(i)
-        return readers
-
     # --- tasks ----------------------------------------------------------------------------------------------
 
     def tasks(self) -> list[tuple[int, int, int]]:
@@ -283,7 +270,7 @@ class UpdateRounds:
             stack = list(closure)
             while stack:
                 index = stack.pop()
-                for v in self._operands[index]:
+                for v in self.operands[index]:
                     i = self.producer.get(v)
                     if i is not None and i not in closure and i in self._without_place:
                         closure.add(i)
@@ -314,7 +301,7 @@ class UpdateRounds:
         reads = dict.fromkeys(
             k
             for i in steps
-            for v in self._operands[i]
+            for v in self.operands[i]
             if v not in consts and (k := self.source(v, i, stage)) not in made
         )
         roots = set(self.roots[key])
@@ -348,14 +335,14 @@ class UpdateRounds:
     def _reads_of(self, key: tuple[int, int, int]) -> frozenset[ValueKey]:
         """Return the values that a task's equations read."""
         steps = self.equations(key)
-        return frozenset(self.source(v, i, key[2]) for i in steps for v in self._operands[i])
+        return frozenset(self.source(v, i, key[2]) for i in steps for v in self.operands[i])
 
     @cached_property
     def _read_by_microbatches(self) -> frozenset[ValueKey]:
         read: set[ValueKey] = set()
         for (_, stage, _), indices in self.task_equations.items():
             for i in indices:
-                for v in self._operands[i]:
+                for v in self.operands[i]:
                     producer = self.producer.get(v)
                     floating = producer is not None and self._floating(producer)
                     read.add(floating_key(v, stage) if floating else (v, None))

@@ -9,6 +9,8 @@ All stages of a mesh are planned together, for they share its values.
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,7 +20,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, Gr
 from autopar.compiler.memory.estimate import MemoryEstimate, peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.compiler.spmd.block_plan import layout_text, to_data
+from autopar.compiler.spmd.block_plan import BlockPlan, layout_text, to_data
 from autopar.compiler.spmd.block_times import BlockTimes, block_times
 from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.compiler.spmd.local_program import LocalBlock
@@ -122,14 +124,27 @@ def device_tasks(
     tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh, mesh_costs: MeshCosts
 ) -> dict[str, DeviceTask]:
     """Return by its name what one device does of each task of a solution."""
-    found: dict[str, DeviceTask] = {}
-    for task in tasks:
-        block = local_task(task, solution.tasks[task.name], mesh)
-        found[task.name] = DeviceTask(
-            block=block,
-            times=block_times(block, mesh_costs),
-            estimate=partial(peak_memory, block, mesh, task.donated, machine=mesh_costs.machine),
-        )
+    return {task.name: _device_task(task, solution.tasks[task.name], mesh, mesh_costs) for task in tasks}
+
+
+_Known = tuple[BlockPlan, LogicalMesh, MeshCosts, DeviceTask]
+_known: weakref.WeakKeyDictionary[GroupTask, deque[_Known]] = weakref.WeakKeyDictionary()
+_NUM_KNOWN = 8
+"""Solutions of a task that are remembered: of several memory multipliers many are the same."""
+
+
+def _device_task(task: GroupTask, plan: BlockPlan, mesh: LogicalMesh, mesh_costs: MeshCosts) -> DeviceTask:
+    known = _known.setdefault(task, deque(maxlen=_NUM_KNOWN))
+    for *given, found in known:
+        if given == [plan, mesh, mesh_costs]:
+            return found
+    block = local_task(task, plan, mesh)
+    found = DeviceTask(
+        block=block,
+        times=block_times(block, mesh_costs),
+        estimate=partial(peak_memory, block, mesh, task.donated, machine=mesh_costs.machine),
+    )
+    known.append((plan, mesh, mesh_costs, found))
     return found
 
 
