@@ -21,6 +21,8 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
     """Raise `Unsupported` for ordered callbacks in several executables, or on more devices than JAX can order."""
     several = plan.num_stages > 1 or plan.num_microbatches > 1
     for eqn in jc.all_equations(trace.jaxpr):
+        if not eqn.effects:
+            continue
         if several and jc.keeps_order(eqn):
             raise Unsupported(
                 f"The step calls Python in order, by {jc.describe(eqn)}, and the plan has {plan.num_stages} stages and "
