@@ -62,8 +62,6 @@ class LearnedTimes:
     """By submesh, and whether there were several microbatches, the least such share that want of memory did not raise.
 
     One microbatch is another program than several, and tells nothing of them."""
-    lately: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
-    """By submesh, and whether stages are computed again: the share that the last ones took, for want of memory too."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
@@ -85,7 +83,7 @@ class LearnedTimes:
             self.wholes[candidate.stage_keys[number]] = whole.in_time(1 - gap)
             if by_layers_s := stage.cost.step_s(count):
                 share = (1 - gap) * whole.step_s(count) / by_layers_s
-                self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
+                self.of_stages[key] = share
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
                     self._learn_on((stage.submesh, count > 1), share)
 
@@ -168,11 +166,6 @@ class LearnedTimes:
     def least_share(self) -> float:
         """The least of the shares that steps may take or took."""
         return min([1.0, self.step_share, *self.steps])
-
-    def usual_s(self, candidate: PipelineCandidate) -> float:
-        """Return the seconds of a candidate by its layers, times what stages on its submeshes lately took more."""
-        kinds = ((stage.submesh, stage.cost.choice.remat) for stage in candidate.stages)
-        return max(1.0, *(self.lately.get(kind, 1.0) for kind in kinds)) * candidate.step_time_s
 
     def least_s(self, candidate: PipelineCandidate) -> float:
         """Return the seconds that a candidate is taken to need at least."""

@@ -64,10 +64,6 @@ _LANES_SHARE = 0.9
 """Of the least multiple of their bound that lanes were found to take: others rarely take less."""
 _NOT_YET_CUT = 1.03
 """Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
-_PROGRAM_SHARE = 0.82
-"""Of the time by its layers on as many devices: one program, which has no borders between them, rarely takes less."""
-_MUCH_LESS = 0.9
-"""Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
 """Of a budget. A plan that needs less gains nothing by more microbatches, one that needs more rarely by larger ones."""
 _USUAL_SHARE = 0.97
@@ -272,19 +268,19 @@ class _Search:
 
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
-        microbatches. On equal machines, stages that are found and much faster than the best plan do not wait for what
-        regions may hold: with their plan much less is worth looking at.
+        microbatches. On equal machines, the first stages that are found and faster than the best plan do not wait for
+        what regions may hold: they tell how much stages gain as a whole.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
             case Completion():
                 if first and math.isfinite(likely_s):
                     return -1.0 if mixed else -3.0, likely_s
-                usual_s = max(likely_s, self.learned.usual_s(region.candidate))
-                much_less_s = (_MUCH_LESS if self.learned.of_stages else 1.0) * self.best_s
-                return (0.0 if usual_s < much_less_s and not mixed else usual_s), 0.0, usual_s
+                by_layers_s = max(likely_s, region.candidate.step_time_s)
+                teaches = not (self.learned.of_stages or mixed) and by_layers_s < self.best_s
+                return (0.0 if teaches else by_layers_s), 0.0, by_layers_s
             case OneProgram():
-                return (0.0 if first else max(likely_s, self.by_layers_s(region))), -1.0
+                return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
@@ -311,7 +307,7 @@ class _Search:
         if isinstance(region, OneProgram):
             if self.space.pads(region) and self.space.problem.method.effort != "thorough":
                 return math.inf
-            return max(region.likely_s, _PROGRAM_SHARE * self.by_layers_s(region))
+            return region.likely_s
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
@@ -383,16 +379,6 @@ class _Search:
     def is_cut(self, num_microbatches: int) -> bool:
         """Return whether the layers of a number of microbatches are cut already."""
         return any(count == num_microbatches for count, _, _ in self.space.cuttable.known)
-
-    def by_layers_s(self, region: OneProgram) -> float:
-        """Return the most seconds of one program by its layers on a submesh of as many devices; 0 if none are known."""
-        devices, known = (region.num_devices, region.group), self.space.known
-        if self.best is None or known is None or region.shape is None or region.num_microbatches not in known.solved:
-            return 0.0
-        layers = known.solved_layers(region.num_microbatches)
-        there = [submesh for submesh in known.problem.submeshes() if (submesh.num_devices, submesh.group) == devices]
-        solved = [each for each in there if each in layers.solved or layers.has_one_choice(each)]
-        return max(map(layers.whole_s, solved), default=0.0)
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region; return false where it does not fit into memory."""

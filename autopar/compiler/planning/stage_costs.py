@@ -118,12 +118,6 @@ class KnownLayers:
             problem.known[key] = layers, _costs_of(problem, layers)
         return problem.known[key]
 
-    def solved_layers(self, num_microbatches: int) -> RangeCosts:
-        """Return the costs of ranges of layers that are known for a number of microbatches; nothing is solved for."""
-        each = [(key, of) for key, of in self.problem.known.items() if key[0] == num_microbatches]
-        (_, remat, _), (layers, costs) = max(each, key=lambda known: (len(known[1][1].solved), known[0][1:]))
-        return RangeCosts(self.problem, layers, costs, remat=remat)
-
     def _by_others(self, num_microbatches: int, remat: bool, splits: bool) -> Layers | None:
         """Return the layers by those of the first two numbers of microbatches that were asked for, if they tell them.
 
@@ -364,12 +358,6 @@ class RangeCosts:
             update_bytes=update,
             choice=choice,
         )
-
-    def whole_s(self, submesh: Submesh) -> float:
-        """Return the least seconds of a step of all layers on a submesh, if memory had no end."""
-        count, choices = self.layers.num_microbatches, self._free_choices(submesh)
-        each = [self.cost(0, len(self.layers.class_of), submesh, choice) for choice in choices]
-        return min(count * (cost.forward_s + cost.backward_s) + cost.update_s for cost in each)
 
     def with_rows(self, submesh: Submesh, factor: float) -> RangeTable:
         """Return what ranges likely need with `factor` times as many rows in a microbatch, by their costs and work.
