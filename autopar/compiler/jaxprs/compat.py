@@ -455,10 +455,8 @@ def part_of(
     """
     whole, consts = open_jaxpr(closed)
     read = {v for atoms in (*(eqn.invars for eqn in eqns), results) for v in atoms if isinstance(v, Var)}
-    kept = {v: const for v, const in zip(whole.constvars, consts, strict=True) if v in read}
-    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
-    names = whole.debug_info.with_unknown_names()
-    return ClosedJaxpr(Jaxpr(list(kept), list(inputs), list(results), list(eqns), effects, names), list(kept.values()))
+    kept = [(v, const) for v, const in zip(whole.constvars, consts, strict=True) if v in read]
+    return program_of(closed, inputs, results, eqns, kept)
 
 
 def program_of(
@@ -470,15 +468,10 @@ def program_of(
 ) -> ClosedJaxpr:
     """A program in place of another one; `consts` are what stands for each, a variable or a literal, and its value."""
     kept = [(v, const) for v, const in consts if isinstance(v, Var)]
-    jaxpr = open_jaxpr(closed)[0].replace(
-        constvars=[v for v, _ in kept],
-        invars=list(inputs),
-        outvars=list(results),
-        eqns=list(eqns),
-        effects=frozenset(effect for eqn in eqns for effect in eqn.effects),
-        debug_info=open_jaxpr(closed)[0].debug_info.with_unknown_names(),
-    )
-    return closed_jaxpr(jaxpr, [const for _, const in kept])
+    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
+    names = open_jaxpr(closed)[0].debug_info.with_unknown_names()
+    jaxpr = Jaxpr([v for v, _ in kept], list(inputs), list(results), list(eqns), effects, names)
+    return ClosedJaxpr(jaxpr, [const for _, const in kept])
 
 
 def constant_atom(value: Any) -> Any:
