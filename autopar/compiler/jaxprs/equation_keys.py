@@ -72,7 +72,8 @@ def _content_of(jaxpr: jc.Jaxpr) -> Hashable:
         return literal_key(atom) if isinstance(atom, jc.Literal) else numbers[atom]
 
     for kind, eqn in zip(equation_classes(jaxpr), jaxpr.eqns, strict=True):
-        lines.append((_nested_key(eqn) if eqn.primitive.name in NESTED else kind, tuple(map(number, eqn.invars))))
+        kind = _nested_key(eqn) if eqn.primitive.name in NESTED else kind
+        lines.append((kind, jc.moves_memory(eqn), tuple(map(number, eqn.invars))))
         for v in eqn.outvars:
             numbers[v] = len(numbers)
     types = tuple([(tuple(aval.shape), aval.dtype) for aval in _avals(given)])

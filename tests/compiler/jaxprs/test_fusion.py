@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import content_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import FusionRules, fused_traffic
 from autopar.compiler.jaxprs.normalize import normalize
@@ -366,3 +367,22 @@ def test_what_is_computed_in_a_kernel_with_a_reduction_is_told_from_what_is_not(
 def test_error_functions_are_as_many_operations_as_the_machine_says():
     _, (found,) = traffic(jax.lax.erfc, X, erf_flops=160.0)
     assert found.flops_per_byte == 160 / 8
+
+
+def test_equal_programs_move_alike_and_others_that_look_alike_do_not():
+    """Traffic is remembered by what a program computes: copies to hosts, bodies, and who reads whom belong to that."""
+
+    def copied(space):
+        return lambda x: jax.device_put(jnp.exp(x), space) * 2
+
+    def looped(body):
+        return lambda x: jax.lax.fori_loop(0, 8, lambda _, y: body(y), x)
+
+    def key(fn):
+        return content_key(traffic(fn, X)[0])
+
+    there, back = copied(jax.memory.Space.Host), copied(jax.memory.Space.Device)
+    assert traffic(there, X)[1] == traffic(there, X)[1] != traffic(back, X)[1] == traffic(back, X)[1]
+    others = there, back, looped(jnp.sin), looped(jnp.cos), lambda x: x + x @ x, lambda x: (x @ x) @ x
+    assert len(set(map(key, others))) == len(others)
+    assert key(looped(jnp.sin)) == key(looped(lambda y: jnp.sin(y)))
