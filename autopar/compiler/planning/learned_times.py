@@ -133,14 +133,13 @@ class LearnedTimes:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
 
         Until one of as many stages was simulated, what they send may take less than by their layers, or differ from it
-        twice as much as in plans of more stages.
+        twice as much as in plans of more stages. What one took longer, it took for the layouts of what it sends.
         """
         number = len(candidate.stages)
-        fewer = [share for other, share in self.simulated.items() if other <= number]
-        if number in self.simulated:
-            return min(fewer)
-        links = max(1 - _LINK_SHARE * (1 - candidate.share_without_links), 1 - 2 * self._unlike(number))
-        return min([1.0, links, *fewer])
+        shares = [1.0, *(share for other, share in self.simulated.items() if other <= number)]
+        if number not in self.simulated:
+            shares.append(max(1 - _LINK_SHARE * (1 - candidate.share_without_links), 1 - 2 * self._unlike(number)))
+        return min(shares)
 
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.

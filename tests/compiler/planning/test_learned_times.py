@@ -147,7 +147,8 @@ def test_until_as_many_stages_are_simulated_layouts_may_save_some_of_what_they_s
     four = in_more_stages(two)
     assert 0.5 < two.share_without_links < 1 and learned.simulated_share(two) == unseen_share(two) < 1
     learned.learn_simulated(two, 1.05)
-    assert [learned.simulated_share(each) for each in (two, four)] == [1.05, unseen_share(four)]
+    # What it took longer, it took for the layouts of what it sends, which are others in other plans.
+    assert [learned.simulated_share(each) for each in (two, four)] == [1.0, unseen_share(four)]
     learned.learn_simulated(two, 0.9)
     assert [learned.simulated_share(each) for each in (two, four)] == [0.9, 0.9]
 
@@ -198,8 +199,8 @@ def test_fewer_devices_gain_no_more_and_more_devices_may():
 
 
 def test_more_stages_take_no_smaller_share_when_they_are_simulated(candidates):
-    two, learned = candidates[0], LearnedTimes(simulated={2: 1.02, 4: 1.1})
-    assert learned.simulated_share(two) == learned.simulated_share(in_more_stages(two)) == 1.02
+    two, learned = candidates[0], LearnedTimes(simulated={2: 0.97, 4: 1.1})
+    assert learned.simulated_share(two) == learned.simulated_share(in_more_stages(two)) == 0.97
 
 
 def test_a_simulated_plan_tells_more_of_plans_that_are_like_it(candidates):
