@@ -196,20 +196,20 @@ def under_scope_of(eqn: JaxprEqn) -> Any:
 
 def _source_info_of(eqn: JaxprEqn) -> Any:
     """Return the name stack and line of an equation that is written down again, within the scopes around it."""
-    return Place.here().source_info(eqn)
+    return SourcePlace.here().source_info(eqn)
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where equations are written down again: within name stacks, and a line for those that have none of the user's."""
 
     name_stack: Any
     traceback: Any
 
     @staticmethod
-    def here() -> Place:
+    def here() -> SourcePlace:
         """Return the place of what is traced now."""
         context = source_info_util._source_info_context.context  # type: ignore[reportPrivateUsage]
-        return Place(context.name_stack, context.traceback)
+        return SourcePlace(context.name_stack, context.traceback)
 
     def source_info(self, eqn: JaxprEqn) -> Any:
         """Return the name stack and line of an equation here; for one of a jitted library function, the caller's."""
@@ -219,14 +219,14 @@ class Place(NamedTuple):
             return own
         return source_info_util.SourceInfo(traceback, self.name_stack + own.name_stack)
 
-    def inside(self, eqn: JaxprEqn) -> Place:
+    def inside(self, eqn: JaxprEqn) -> SourcePlace:
         """Return the place of the equations of which one here is made."""
         info = self.source_info(eqn)
-        return Place(info.name_stack, info.traceback or self.traceback)
+        return SourcePlace(info.name_stack, info.traceback or self.traceback)
 
-    def of_program(self) -> Place:
+    def of_program(self) -> SourcePlace:
         """Return the place of a program of its own, whose name stacks begin anew."""
-        return Place(source_info_util.NameStack(), self.traceback)
+        return SourcePlace(source_info_util.NameStack(), self.traceback)
 
     def context(self) -> Any:
         """A context in which newly traced equations are at this place."""
@@ -238,7 +238,7 @@ class Place(NamedTuple):
         return JaxprEqn(operands, results, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
 
 
-NOWHERE = Place(source_info_util.NameStack(), None)
+NOWHERE = SourcePlace(source_info_util.NameStack(), None)
 """The place of equations that are written down as they are."""
 
 
@@ -623,7 +623,7 @@ def common_scope(eqns: Sequence[JaxprEqn]) -> Any:
     while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
         depth += 1
     name_stack = source_info_util.NameStack(stacks[0][:depth])
-    return source_info_util.user_context(Place.here().source_info(eqns[0]).traceback, name_stack=name_stack)
+    return source_info_util.user_context(SourcePlace.here().source_info(eqns[0]).traceback, name_stack=name_stack)
 
 
 def bind_recomputation(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:

@@ -19,16 +19,16 @@ class Replaced(NamedTuple):
     """A program that stands for an equation."""
 
     program: jc.ClosedJaxpr
-    place: jc.Place
+    place: jc.SourcePlace
     """Of its equations."""
     again: bool
     """Its equations may be replaced in turn."""
 
 
-Replacement = Callable[[jc.JaxprEqn, jc.Place], Replaced | None]
+Replacement = Callable[[jc.JaxprEqn, jc.SourcePlace], Replaced | None]
 
 
-def copy_program(closed: jc.ClosedJaxpr, replacement: Replacement, place: jc.Place) -> jc.ClosedJaxpr:
+def copy_program(closed: jc.ClosedJaxpr, replacement: Replacement, place: jc.SourcePlace) -> jc.ClosedJaxpr:
     """Return the program of the same inputs in which equations are replaced."""
     jaxpr, consts = jc.open_jaxpr(closed)
     copier = Copier()
@@ -51,7 +51,7 @@ class Copier:
         consts: Sequence[Any],
         operands: Sequence[Any],
         replacement: Replacement | None = None,
-        place: jc.Place = jc.NOWHERE,
+        place: jc.SourcePlace = jc.NOWHERE,
     ) -> list[Any]:
         """Copy the equations of a program on these operands; return its results."""
         values: dict[jc.Var, Any] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -65,9 +65,9 @@ class Copier:
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
             replaced = replacement and replacement(eqn, place)
-            if replaced is None and _is_told(eqn, given):
-                told = [atom for atom in given if isinstance(atom, jc.Var)]
-                made = self.run(*jc.open_jaxpr(_on_literals(eqn, given, place)), told, place=place)
+            if replaced is None and _may_fold(eqn, given):
+                unknown = [atom for atom in given if isinstance(atom, jc.Var)]
+                made = self.run(*jc.open_jaxpr(_on_literals(eqn, given, place)), unknown, place=place)
             elif replaced is None:
                 made = [jc.value_like(v) for v in eqn.outvars]
                 self.eqns.append(place.equation(eqn, given, made))
@@ -84,13 +84,13 @@ class Copier:
         return self.consts[id(value)][0]
 
 
-def _is_told(eqn: jc.JaxprEqn, given: Sequence[Any]) -> bool:
-    """Return whether an equation is given literals for values, of which it may make none."""
+def _may_fold(eqn: jc.JaxprEqn, given: Sequence[Any]) -> bool:
+    """Return whether an equation reads literals in place of values, so that JAX may compute it at once."""
     literal = any(isinstance(atom, jc.Literal) and atom is not old for atom, old in zip(given, eqn.invars, strict=True))
     return literal and not jc.is_plain(eqn.primitive)
 
 
-def _on_literals(eqn: jc.JaxprEqn, given: Sequence[Any], place: jc.Place) -> jc.ClosedJaxpr:
+def _on_literals(eqn: jc.JaxprEqn, given: Sequence[Any], place: jc.SourcePlace) -> jc.ClosedJaxpr:
     """Return what JAX makes of an equation, of those of its operands that are no literals."""
 
     def run(*values: Any) -> list[Any]:

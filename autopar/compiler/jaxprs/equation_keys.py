@@ -22,8 +22,7 @@ def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
     name, given = eqn.primitive.name, jp.parameters(eqn)
     params = [(k, _frozen(given[k])) for k in sorted(given) if k not in _PLACEMENT] if name != "name" else ()
-    avals = [(tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars])]
-    return (name, tuple(params), tuple(avals), bool(eqn.effects))
+    return (name, tuple(params), _types_of([*eqn.invars, *eqn.outvars]), bool(eqn.effects))
 
 
 _keys: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakKeyDictionary()
@@ -76,16 +75,18 @@ def _content_of(jaxpr: jc.Jaxpr) -> Hashable:
         lines.append((kind, jc.moves_memory(eqn), tuple(map(number, eqn.invars))))
         for v in eqn.outvars:
             numbers[v] = len(numbers)
-    types = tuple([(tuple(aval.shape), aval.dtype) for aval in _avals(given)])
-    return (len(jaxpr.constvars), types, tuple(lines), tuple(map(number, jaxpr.outvars)))
+    return (len(jaxpr.constvars), _types_of(given), tuple(lines), tuple(map(number, jaxpr.outvars)))
 
 
 def _nested_key(eqn: jc.JaxprEqn) -> Hashable:
     bodies = [jc.open_jaxpr(body)[0] for body in jc.subjaxprs(eqn)]
     given = jp.parameters(eqn)
     params = tuple([(key, _frozen(given[key])) for key in sorted(given) if not _has_programs(given[key])])
-    types = tuple([(tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars])])
-    return (eqn.primitive.name, params, types, tuple(map(content_key, bodies)))
+    return (eqn.primitive.name, params, _types_of([*eqn.invars, *eqn.outvars]), tuple(map(content_key, bodies)))
+
+
+def _types_of(atoms: Iterable[Any]) -> Hashable:
+    return tuple([(tuple(aval.shape), aval.dtype) for aval in (atom.aval for atom in atoms)])
 
 
 def _has_programs(value: Any) -> bool:
@@ -112,10 +113,6 @@ def same_equations(closed: Any, twin: Any) -> bool:
 
 def _ranks(eqn: jc.JaxprEqn) -> list[int]:
     return [len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
-
-
-def _avals(atoms: Iterable[Any]) -> list[Any]:
-    return [atom.aval for atom in atoms]
 
 
 def _frozen(value: Any) -> Hashable:

@@ -39,11 +39,11 @@ def normalize(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """The same function with calls inlined at every depth and without dead equations."""
     if jc.says_where(closed):  # types are found anew, which a copy keeps
         return eliminate_dead(rewrite(closed, _inlined))
-    copied = copy_program(closed, _replacement, jc.Place.here().of_program())
+    copied = copy_program(closed, _replacement, jc.SourcePlace.here().of_program())
     return eliminate_dead(copied)
 
 
-def _replacement(eqn: jc.JaxprEqn, place: jc.Place) -> Replaced | None:
+def _replacement(eqn: jc.JaxprEqn, place: jc.SourcePlace) -> Replaced | None:
     """Return the function that an equation calls, or what `_inlined` makes of it; None if it stays."""
     called = jp.called_function(eqn)
     if called is not None and not any(map(any, jp.jit_shardings(eqn))):
