@@ -434,9 +434,8 @@ def with_scopes_renamed(eqn: JaxprEqn, names: Mapping[str, str]) -> JaxprEqn:
 
 
 def closed_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
-    """A closed jaxpr; jax 0.12 has one type for open and closed ones, which keeps its constants."""
-    one_type: Any = Jaxpr
-    return jaxpr if one_type is ClosedJaxpr else ClosedJaxpr(jaxpr, consts)
+    """A closed jaxpr; the one type that jax 0.12 has for both has lost its constants where their variables changed."""
+    return ClosedJaxpr(jaxpr, list(consts))
 
 
 def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
