@@ -1,1 +1,1 @@
-"""From a method to a plan: by hand, by degrees, or by search."""
+"""Turn a method into a plan: by hand, by degrees, or by search."""

@@ -38,20 +38,20 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import SCHEDULES, WarmedUp, warmed_up
 
 _WORTH_SPLITTING = 0.05
-"""Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
+"""Least gain, as a share of a step, for which layers whose weight gradients are tasks of their own are looked at."""
 _WORTH_RECOMPUTING = 0.02
-"""Of the step: if want of memory costs no more, no stages are looked at that are computed again."""
+"""Least loss for want of memory, as a share of a step, for which stages that are computed again are looked at."""
 _HARDLY_LINKS = 0.02
-"""Of the time of a step: if links take no more, stages in another order are limited by the best ones found."""
+"""Share of a step: if links take no more, stages in another order have to be near the best ones found."""
 _UNEQUAL_SHARE = 0.9
-"""Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
+"""Share of the time of equal stages that others rarely undercut, nor the time if the equal ones' work were the same."""
 _FORMULA_SHARE = 0.95
-"""Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
+"""Share of the time by a schedule's formula that unequal stages rarely undercut when they are simulated."""
 _HIDDEN_SHARE = 0.6
-"""Of the other stages' time for one microbatch, which formulas add to the slowest: what that hides if it is first."""
+"""Share of the other stages' time for one microbatch that the slowest hides if it is first; formulas add all of it."""
 _NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
-"""The next best stages by a schedule's formula that are simulated. Formulas count on other microbatches, whose weight
-gradients fill the pipeline: of stages for a single one they tell less, and these are simulated in less time."""
+"""Numbers of the next best stages by a schedule's formula that are simulated. Formulas count on the weight gradients of
+other microbatches to fill the pipeline: they tell less of a single one, whose stages are simulated in less time."""
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:

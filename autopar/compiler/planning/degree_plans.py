@@ -25,7 +25,7 @@ from autopar.methods import Megatron
 
 _MOST_MICROBATCHES = 8
 _PARTS = (1, 2, 4)
-"""Of a layer that may be a virtual stage each, where the model says no more of its layers than their number."""
+"""Numbers of parts of a layer, each a virtual stage, where the model tells no more of its layers than their number."""
 _REFUSED = (InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported)
 
 

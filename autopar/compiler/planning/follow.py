@@ -43,7 +43,7 @@ from autopar.ir.schedules import GPipe
 from autopar.methods import ShardParallel
 
 _TIME_LIMIT_S = 60.0
-"""For the layouts of one stage."""
+"""Seconds for the layouts of one stage."""
 
 Rows = tuple[int, int] | None
 """The rows `[start, stop)` of an input; None: all of it."""

@@ -38,11 +38,11 @@ class AllowedSplits:
     """The kinds of dimensions that each mesh axis may split."""
 
     kinds: tuple[str, ...]
-    """Those that the user names."""
+    """The kinds that the user names."""
     with_examples: tuple[frozenset[str], ...]
-    """By axis: in values that have examples, and in equations that read or make such values."""
+    """The kinds that each axis may split in values with examples, and in equations that read or make such values."""
     without: tuple[frozenset[str], ...]
-    """By axis: in all others."""
+    """The kinds that each axis may split in all others."""
 
     def allows(self, layout: Layout, value: ValueKinds, mesh: LogicalMesh, *, examples: bool) -> bool:
         """Return whether a value may be laid out so, at a place with examples or without."""
@@ -57,7 +57,7 @@ class AllowedSplits:
         return tuple(a for a in every if all(self.allows(a, value, mesh, examples=examples) for value in values))
 
     def __str__(self) -> str:
-        """As the user wrote it: `Auto(kinds=('data', 'zero'))`."""
+        """Return it as the user wrote it: `Auto(kinds=('data', 'zero'))`."""
         return f"Auto(kinds={self.kinds})"
 
 

@@ -39,9 +39,9 @@ Lane = tuple[Stage, ...]
 """The stages of a lane, each on a mesh of its own."""
 
 _HARDLY_LONGER = 1.1
-"""Times the time of the best shares by the formula, which knows no waiting for links: others may be better."""
+"""Multiple of the best shares' time up to which others are tried: the formula for it knows no waiting for links."""
 _SHARES = (1.0, 0.85, 0.7)
-"""Of the memory of a device, for the layers of a stage in a pipeline: as a whole they may need more."""
+"""Shares of a device's memory that the layers of a stage in a pipeline may need: a stage as a whole may need more."""
 
 
 def lanes_of_machines(
@@ -147,7 +147,7 @@ class ShardedLanes:
 
     ranges: RangeCosts
     stages: Lane
-    """Those of all lanes."""
+    """The stages of all lanes."""
     bare: Plan
     graph: StageGraph
     layouts: Sequence[StageLayouts]
@@ -195,7 +195,7 @@ class ShardedLanes:
 
     @cached_property
     def exchange_s(self) -> Sequence[float]:
-        """By stage, the seconds in which parameters come from the first lane and sums go there, once a step."""
+        """The seconds, by stage, in which parameters come from the first lane and sums go there, once a step."""
         found, first = [0.0] * len(self.stages), self.of_lane(0)
         for number, stage in enumerate(self.stages):
             for name, seconds in received_seconds(self.graph, self.bare, number, self.ranges.problem.hardware).items():

@@ -42,7 +42,7 @@ LayerCutter = Callable[[Phases, int], Sequence[int]]
 
 _MOST_LOOP_PIECES = 128
 _LEAST_SHARE = 0.05
-"""Of the mean FLOPs: a layer with less is part of its neighbour."""
+"""Share of the mean FLOPs: a layer with less is part of its neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ class Layers:
     classes: tuple[LayerClass, ...]
     class_of: tuple[int, ...]
     crossing_bytes: tuple[float, ...]
-    """Per cut, there and back, of one microbatch; what crosses once per step counts its share."""
+    """Bytes of one microbatch over each cut, there and back; what crosses once per step counts its share."""
 
     @cached_property
     def prepared(self) -> PreparedStep:
@@ -104,7 +104,7 @@ class Layers:
 
     @cached_property
     def least_devices(self) -> tuple[int, ...]:
-        """By class, what the devices of a stage must be a multiple of, for the scopes in such a layer to hold."""
+        """The number, by class, that a stage's devices must be a multiple of for the scopes in such a layer to hold."""
         return tuple(
             least_devices(demand_of(eqn) for task in one.tasks for eqn in jc.all_equations(task.jaxpr))
             for one in self.classes

@@ -57,16 +57,16 @@ from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
-"""Seconds that keeping everything whole would cost, in multiples of the time without such a cost."""
+"""Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""
 STAGE_PRICES = ((MEMORY_MULTIPLIERS[0], False), *itertools.product(MEMORY_MULTIPLIERS[1:], (False, True)))
-"""For a stage as a whole, each of these, at first without a price for what a task keeps within: layers apart keep
-nothing so, and a stage may have the room."""
+"""Prices of memory for a stage as a whole, each at first without a price for what a task keeps within. Layers apart
+keep nothing so, and a stage may have the room."""
 SAVED_FOR_NOTHING = math.inf
 """The multiplier of layouts that are not solved for yet: the fastest ones, as if they needed the least memory."""
 _HARDLY_LONGER = 1 + 1e-6
-"""Times the fastest layouts: where these fit, they come before those that save memory."""
+"""Factor on the time of the fastest layouts, for those that save memory: where the fastest fit, they come first."""
 ESTIMATE_GAP = 0.01
-"""Of the layouts of layers, which tell stages apart: to prove the best takes several times longer than to find it."""
+"""Gap of the layouts of layers, which tell stages apart: proof of the best takes several times the search for it."""
 _TYPICAL_IN_FLIGHT = 4
 """Microbatches whose activations are in memory at once, for the memory multipliers only."""
 
@@ -101,7 +101,7 @@ class LayerCosts:
     time_limit_s: float = 10.0
     cache_directory: Path | None = None
     optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
-    """By all that they depend on: layers that others have as well are solved for once."""
+    """Optima of layers by all that they depend on: layers that others have as well are solved for once."""
     known: dict[Any, LayerOptimum] = field(default_factory=dict[Any, LayerOptimum])
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
     solved: set[Submesh] = field(default_factory=set[Submesh])
@@ -113,13 +113,13 @@ class LayerCosts:
     works: dict[tuple[int, Machine], dict[str, tuple[Work, Work]]] = field(
         default_factory=dict[tuple[int, Machine], dict[str, tuple[Work, Work]]]
     )
-    """By class and machine, the work of its phases, and the part of it that begins anew for each microbatch."""
+    """The work of a layer's phases, and the part of it that begins anew for each microbatch, by class and machine."""
     task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
-    """The same of tasks by all that it depends on: that of those that others have as well is found once."""
+    """The same two of tasks, by all that they depend on: those of tasks that others have as well are found once."""
     alone: dict[tuple[int, Machine], StageCost] = field(default_factory=dict[tuple[int, Machine], StageCost])
-    """By class and machine, what is needed on one device."""
+    """The cost on one device, by class and machine."""
     adds: dict[tuple[int, Machine], Work] = field(default_factory=dict[tuple[int, Machine], Work])
-    """By class and machine, the work of adding to totals, which layers of one microbatch do not."""
+    """The work of adding to totals, which layers of one microbatch do not, by class and machine."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
@@ -443,7 +443,7 @@ class StageMemory:
     deferred_bytes: float
     update_bytes: float
     host_bytes: float
-    """On the host, for one device."""
+    """Bytes on the host, for one device."""
 
 
 def stage_memory(

@@ -12,15 +12,15 @@ from autopar.compiler.planning.space import Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers
 
 _MUCH_WAITING = 0.05
-"""Of a step: if stages waited so much longer for fewer microbatches, which need more memory, others come first."""
+"""Share of a step: if stages wait longer by more for fewer microbatches, which need more memory, others come first."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LearnedNumbers:
-    """By numbers of stages, what stages for some numbers of microbatches take by their layers."""
+    """The seconds of stages by their layers, for numbers of stages and of microbatches."""
 
     times_of: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
-    """By number of microbatches, the least seconds of those that were searched."""
+    """The least seconds of the stages that were searched, by range of their number, then by number of microbatches."""
     best_of: dict[tuple[int, int], PipelineCandidate] = field(default_factory=dict[tuple[int, int], PipelineCandidate])
     """The best of these, for whichever number of microbatches."""
     short_below: int = 0
@@ -48,14 +48,14 @@ class LearnedNumbers:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ToldNumbers:
-    """What layers whose layouts are solved for some numbers of microbatches tell of stages for others."""
+    """The times of stages for some numbers of microbatches, told by the layers of others whose layouts are solved."""
 
     space: Space
     times_by: dict[tuple[KnownLayers, int, int, int], dict[int, float]] = field(
         default_factory=dict[tuple[KnownLayers, int, int, int], dict[int, float]]
     )
-    """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
-    known: the times by the number of equal stages."""
+    """The times by the number of equal stages. Keys: layers, their number of microbatches, that of the layers whose
+    costs were taken, and on how many submeshes these were known."""
 
     def equal_s(self, region: Stages) -> float:
         """Return the time of equal stages that is least by the layers of the nearest microbatches with known costs.

@@ -21,23 +21,23 @@ from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCa
 from autopar.compiler.planning.virtual_stages import least_part
 
 _LARGER_SHARE = 0.95
-"""Of the least share that stages were seen to take: those on more devices rarely take less."""
+"""Factor on the least share that stages were seen to take: those on more devices rarely take less than the product."""
 _OTHERS_SHARE = 0.97
-"""Of the least share that steps were simulated to take: others rarely take less."""
+"""Factor on the least share that steps were simulated to take: others rarely take less than the product."""
 _NO_GAIN = 1.03
-"""Times the time by their layers: what takes longer as a whole does so for want of memory."""
+"""Largest multiple of the time by their layers that counts: what takes longer as a whole does so for want of memory."""
 _SLACK = 0.99
-"""Of a time that is expected of stages which are not known."""
+"""Factor on a time that is expected of stages which are not known."""
 KNOWN_SLACK = 0.995
-"""The same, of stages that are known, in whichever schedule, and of steps with others that are alike."""
+"""The same factor for stages that are known, in whichever schedule, and for steps with others that are alike."""
 _SIMULATED_SHARE = 0.98
-"""Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
+"""Factor on the least share of the time by their stages that plans were simulated to take: others rarely take less."""
 _STEADY_SHARE = 0.998
-"""The same, where such plans were simulated to take what their stages take."""
+"""The same factor where such plans were simulated to take what their stages take."""
 _LINK_SHARE = 0.25
-"""Of the time in which stages send by their layers: what plans rarely save more of; 0.17 to 0.24 were seen."""
+"""Largest share of the time in which stages send by their layers that plans usually save; 0.17 to 0.24 were seen."""
 _ROUNDING = 1 - 1e-9
-"""Of a bound: what sums in another order may differ by."""
+"""Factor on a bound: sums in another order may differ by as much."""
 
 
 class _Expected(NamedTuple):
@@ -50,30 +50,30 @@ class _Expected(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class LearnedTimes:
-    """What a search has learned of the times of stages; only its own methods change it."""
+    """The times of stages that a search has learned; only its own methods change them."""
 
     is_roomy: bool = False
     """A device has room for all of the step, so that nothing takes longer for want of memory."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
-    """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
+    """The share of their time by their layers that stages take as a whole, by stages, whatever their schedule."""
     on: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
-    """By submesh, and whether there were several microbatches, the least such share that want of memory did not raise.
+    """The least such share that want of memory did not raise, by submesh and whether there were several microbatches.
 
     One microbatch is another program than several, and tells nothing of them."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
-    """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
-    """By the number of stages, the most by which this share differed from 1."""
+    """The most by which this share differed from 1, by number of stages."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
-    """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
+    """The same as `simulated`, by the numbers of stages and microbatches and, if there is a choice, the schedule."""
     splitting: set[bool] = field(default_factory=set[bool])
-    """Whether weight gradients were tasks of their own in plans that were simulated."""
+    """True if a plan that was simulated had weight gradients as tasks of their own; False if one had none; or both."""
     steps: list[float] = field(default_factory=list[float])
-    """The shares of their time by their layers that whole steps were simulated to take, but for want of memory."""
+    """The shares of their time by their layers that whole steps were simulated to take without want of memory."""
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
-    """What candidates were last simulated to take."""
+    """The seconds that candidates were last simulated to take, with the costs that were taken for them."""
 
     def learn_stages(self, candidate: PipelineCandidate, costs: Mapping[int, StageCost], gap: float) -> None:
         """Keep what stages of a candidate take as a whole, by their numbers, up to a gap."""

@@ -49,9 +49,9 @@ from autopar.ir.schedules import get_schedule
 from autopar.methods import Auto, DataParallel, HandMethod, PipelineParallel, ShardParallel, offloaded
 
 _TIME_LIMIT_S = 60.0
-"""For the layouts of one stage."""
+"""Seconds for the layouts of one stage."""
 _MEMORY = "adaptive"
-"""What layouts that are searched may use of a device, in the words of `MEMORY_LEVELS`."""
+"""The part of a device's memory that layouts which are searched may use, in the words of `MEMORY_LEVELS`."""
 
 
 def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:

@@ -154,12 +154,12 @@ def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_micro
 
 
 def _has_one_example(trace: Trace, num_microbatches: int) -> bool:
-    """Whether no value of a microbatch has examples to divide: one of two examples may have other equations."""
+    """Return whether no value of a microbatch has examples to divide: one of two examples may have other equations."""
     return any(trace.inputs[i].aval.shape[:1] == (num_microbatches,) for i in trace.batch_inputs)
 
 
 def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:
-    """The step with another number of examples in a microbatch."""
+    """Return the step with another number of examples in a microbatch."""
     count = method.num_microbatches
     if count == 1:
         assert trace.at_other_batch is not None

@@ -108,7 +108,7 @@ def mesh_sharding_like(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceTask:
-    """What one device does of a task: its program, the seconds of one run, and the memory that this needs."""
+    """A task as one device does it: its program, the seconds of one run, and the memory that this needs."""
 
     block: LocalBlock
     times: BlockTimes
@@ -116,7 +116,7 @@ class DeviceTask:
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        """Computed when it is first asked for."""
+        """The memory of one run, computed when it is first asked for."""
         return self.estimate()
 
 
@@ -130,7 +130,7 @@ def device_tasks(
 _Known = tuple[BlockPlan, LogicalMesh, MeshCosts, DeviceTask]
 _known: weakref.WeakKeyDictionary[GroupTask, deque[_Known]] = weakref.WeakKeyDictionary()
 _NUM_KNOWN = 8
-"""Solutions of a task that are remembered: of several memory multipliers many are the same."""
+"""The number of solutions of a task that are remembered: of several memory multipliers many are the same."""
 
 
 def _device_task(task: GroupTask, plan: BlockPlan, mesh: LogicalMesh, mesh_costs: MeshCosts) -> DeviceTask:

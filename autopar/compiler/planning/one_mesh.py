@@ -47,7 +47,7 @@ class MeshSearchResult:
     block: LocalBlock
     peak_bytes: float
     recomputed_layers: tuple[int, ...]
-    """Of the layers that are offered."""
+    """The layers that are recomputed, by their numbers among those that are offered."""
 
     @cached_property
     def step_time_s(self) -> float:
@@ -114,7 +114,7 @@ class _Place:
     """A mesh and what its axes may split."""
 
     begin: Callable[..., BegunSearch]
-    """With the arguments of `begin_on` that follow on these."""
+    """`begin_on` with its first arguments given; it takes those that follow."""
 
     @cached_property
     def plain(self) -> BegunSearch:

@@ -17,10 +17,10 @@ from autopar.compiler.planning.stage_costs import RangeCosts
 
 
 class OtherRows:
-    """What ranges of layers likely need for a number of microbatches, by the layers of others: nothing is solved."""
+    """The likely costs of ranges of layers for a number of microbatches, by the layers of others: nothing is solved."""
 
     def __init__(self, each: Sequence[RangeCosts], num_microbatches: int) -> None:
-        """For each submesh, the first of `each` that are solved for there tell, or else the first of all."""
+        """Take the first of `each` that are solved for on a submesh to tell of it, or else the first of all."""
         self.each = each
         self.layers = replace(each[0].layers, num_microbatches=num_microbatches)
         self.tables: dict[Submesh, RangeTable] = {}

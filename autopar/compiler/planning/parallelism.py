@@ -153,7 +153,7 @@ class StageValues:
     """The values of a stage graph by their role: those that carry examples, and where; state; gradients."""
 
     batch_dims: Mapping[str, tuple[int, ...]]
-    """Of values of microbatches; a value without examples has none."""
+    """The dimensions that carry examples, for values of microbatches; a value without examples has none."""
     parameters: frozenset[str]
     """State that the model reads."""
     optimizer_state: frozenset[str]
@@ -326,7 +326,7 @@ def _task_batch_dims(task: GroupTask, other: GroupTask) -> dict[int, BatchDims]:
 def _batch_dims(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel
 ) -> dict[int, BatchDims]:
-    """By equation of the model, the dimensions of its operands and results that grow with the batch."""
+    """Return the dimensions of operands and results that grow with the batch, by equation of the model."""
     kind = type(method).__name__
     if trace.at_other_batch is None:
         raise Unsupported(

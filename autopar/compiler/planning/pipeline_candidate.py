@@ -14,7 +14,7 @@ from autopar.ir.clocks import Hosts
 from autopar.plain_text import microbatches_in_words
 
 WHOLE_SHARE = 0.85
-"""Of the time of stages by their layers, what they take at least as a whole: small layers gain the most."""
+"""Least share of the time by their layers that stages take as a whole: small layers gain the most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -263,7 +263,7 @@ def _is_vacuous(demand: Demand, num_devices: int) -> bool:
 
 
 _UNCHANGED = REARRANGEMENTS | {"convert_element_type", WIDENING}
-"""What becomes of a parameter by these is that parameter still."""
+"""Primitives whose result is still the parameter that they read."""
 
 
 def least_devices(demands: Iterable[Demand | None]) -> int:

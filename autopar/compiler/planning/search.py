@@ -55,37 +55,38 @@ from autopar.progress import tell, tell_best
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _NEXT_SHARE = 0.97
-"""Of the memory that one search had, the most that the next one gets."""
+"""Largest share of the memory of one search that the next one may use."""
 _LESS_MEMORY_SHARE = 0.97
-"""Of the time by their layers of stages that need too much memory: those that need less rarely take less."""
+"""Share of the time, by layers, of stages that need too much memory; those that need less memory rarely undercut it."""
 _WORTH_LOOKING = 0.999
-"""Of the time of the best plan: what is unlikely to take less is not looked at, though the bound counts it."""
+"""Share of the best plan's time: what is unlikely to undercut it is not looked at, though the bound counts it."""
 _LANES_SHARE = 0.9
-"""Of the least multiple of their bound that lanes were found to take: others rarely take less."""
+"""Factor on the least multiple of their bound that lanes were found to take: others rarely take less."""
 _NOT_YET_CUT = 1.03
-"""Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
+"""Factor on the time of stages for a number of microbatches whose layers are not cut yet: others come first."""
 _MUCH_MEMORY = 0.8
-"""Of a budget. A plan that needs less gains nothing by more microbatches, one that needs more rarely by larger ones."""
+"""Share of a budget. A plan that needs less gains nothing by more microbatches. One that needs more rarely gains by
+larger ones."""
 _USUAL_SHARE = 0.97
-"""Of the time of stages by their layers, what they usually take at least as a whole."""
+"""Share of the time by their layers that stages usually take at least as a whole."""
 _RISES = 1.002
-"""Times the least time of stages for any number of microbatches: where those of another take more, numbers that lie
+"""Multiple of the least time of stages for any number of microbatches. Where another number takes more, those that lie
 beyond it, seen from the best, rarely take less."""
 _NUM_RUNNERS_UP = 5
 _UNLIKELY = "what other numbers of microbatches tell to be slower was not searched"
 """Why a search ended with bounds below its best plan, where nothing stopped it."""
 _CLOCK = 5
-"""Times the time limit, by which work is counted, after which the clock ends a search: a busy machine is as slow."""
+"""Multiple of the time limit, which counts work, after which the clock ends a search: a busy machine is as slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What the simulation of a plan says."""
+    """The simulator: the seconds and the peak bytes of a plan."""
 
     step_s: Callable[[Plan], float]
     """Seconds of a step; `MemoryTooSmall` for what the hosts have no room for."""
     peak_bytes: Callable[[Plan], Sequence[float]]
-    """By mesh, the bytes of a device."""
+    """Peak bytes of a device, by mesh."""
 
 
 def search_plan(problem: StageProblem, simulated: Simulated) -> Plan:
@@ -138,9 +139,9 @@ class _Search:
     space: Space
     simulated: Simulated
     deadline_s: float
-    """Of `time.process_time()`; it ends the search once there is a plan."""
+    """Seconds of `time.process_time()` at which the search ends once there is a plan."""
     told: ToldNumbers
-    """What layers for some numbers of microbatches tell of others."""
+    """The times of stages for some numbers of microbatches, told by the layers of others."""
     open: list[Region] = field(default_factory=list[Region])
     best: Plan | None = None
     best_s: float = math.inf
@@ -155,13 +156,13 @@ class _Search:
     """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
     learned: LearnedTimes = field(default_factory=LearnedTimes)
-    """What stages that were completed tell of others."""
+    """The times of stages as a whole, learned from those that were completed."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
-    """What stages for some numbers of microbatches tell of others."""
+    """The times of stages for some numbers of microbatches, learned from those that were searched."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
-    """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
+    """The largest share of the bytes that they need as a whole that stages need by their layers, if some did not fit.
 
     By their number, and whether some are computed again.
     """
@@ -475,7 +476,7 @@ class _Search:
         return True
 
     def tell_again(self) -> bool:
-        """Forget what much larger or smaller microbatches tell, where nearer ones are known since; whether it was any.
+        """Forget what microbatches of far sizes tell where nearer ones are known since; return whether there was any.
 
         Temporary values, of which some have no rows, need much less than in proportion.
         """

@@ -33,9 +33,9 @@ class ShardedPlan:
     peak_bytes: float
     memory_bytes: float
     limits: tuple[float, ...]
-    """By mesh, the bytes that its devices may use."""
+    """Bytes that the devices of each mesh may use."""
     gap: float
-    """The share of its time that the best layouts of these stages may take less."""
+    """The share of its time by which the best layouts of these stages may at most be faster."""
     make_plan: Callable[[], Plan]
 
     @cached_property

@@ -33,11 +33,11 @@ _STAGES_PER_MACHINE = 2
 """A usual number in a cluster of several, each of which has many hosts for a stage."""
 
 _KEPT_SHARE = 1 / 3
-"""Of all that a step makes: about what is kept for the backward pass."""
+"""Rough share of all that a step makes that is kept for the backward pass."""
 _KEPT_LAYERS = 3
-"""Of all that the layers make: about what is kept, and made again for one, if they are computed again."""
+"""Rough number of layers whose values are in memory if layers are computed again: those kept, and those made again."""
 _GRADIENTS = 1 / 4
-"""Of the state: about the size of the gradients, beside moments and parameters."""
+"""Rough size of the gradients as a share of the state, beside moments and parameters."""
 _ALIKE = math.log(1.05)
 """Times that differ by no more are taken for equal before layouts are known."""
 
@@ -51,7 +51,7 @@ class OneProgram:
     num_microbatches: int
     bound_s: float
     group: int = 0
-    """That of the cluster whose devices these are."""
+    """The number of the cluster's group whose devices these are."""
 
     @property
     def likely_s(self) -> float:
@@ -77,13 +77,13 @@ class Stages:
     by_others_s: float = 0.0
     """The time that tells those of equal stages apart, by the layers of other microbatches; 0 if it is not known."""
     told_from: float = math.inf
-    """How far the nearest of these were, in doublings of their number."""
+    """Doublings between its number of microbatches and the nearest of these."""
     share: float = 1.0
-    """Of the memory: as much as the sum over a stage's layers may reach."""
+    """Share of the memory that the sum over a stage's layers may reach."""
     attempt: int = 0
     searched: tuple[float, float] | None = None
-    """Once what may be better by its layers was searched: the share of them that it was taken to need at least, and
-    seconds that no other stages undercut up to that share."""
+    """Set once those that may be better by their layers were searched: the share of their time by layers that stages
+    were taken to need at least, and the seconds that no other stages undercut up to that share."""
 
     def joins(self, others: Stages) -> bool:
         """Return whether the microbatches are those of others joined."""
@@ -137,9 +137,9 @@ class Space:
     """None where the step cannot be cut."""
     bounds: StepBounds | None
     splits: list[bool] = field(default_factory=list[bool])
-    """Whether several microbatches may be better than one, once that is asked for."""
+    """True if several microbatches may be better than one; empty until that is asked for."""
     finer: dict[int, KnownLayers] = field(default_factory=dict[int, KnownLayers])
-    """By number of stages, the layers where those of `known` are too few: as if that number were given."""
+    """The layers for numbers of stages for which those of `known` are too few: cut as if that number were given."""
 
     @classmethod
     def of(cls, problem: StageProblem) -> Space:

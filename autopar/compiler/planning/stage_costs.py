@@ -42,7 +42,7 @@ from autopar.methods import offloaded
 from autopar.progress import tell
 
 _LITTLE_TIME = 0.01
-"""Of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
+"""Share of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +51,7 @@ class KnownLayers:
 
     problem: StageProblem
     num_layers: int
-    """That are asked for; those that do next to nothing join another."""
+    """The number of layers asked for; those that do next to nothing join another."""
     loop_pieces: int
     options: Mapping[str, str]
 

@@ -48,7 +48,7 @@ from autopar.ir.plan_sharding import MeshSharding
 from autopar.progress import tell
 
 _SHARE_OF_TIME = 0.15
-"""Of the time limit, for the layouts of one stage with one multiplier: there are several of both."""
+"""Share of the time limit for the layouts of one stage with one multiplier: there are several of both."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class ConstrainedStage:
     received: Mapping[str, float]
     """Seconds for every byte of what comes from other meshes."""
     memory_bytes: float = math.inf
-    """Of a device, which layouts keep to if any can."""
+    """Bytes of a device that layouts keep to if any can."""
     num_in_flight: float = 1.0
     """Microbatches whose activations are in memory at once."""
 
@@ -311,7 +311,7 @@ class _Solution:
     on_device: Mapping[str, DeviceTask]
     cost: StageCost
     asked_gap: float
-    """Up to which they were solved for."""
+    """The gap up to which they were solved for."""
 
     @property
     def gap(self) -> float:
@@ -331,7 +331,7 @@ class _EquivalentStages:
 
     first: _StageInputs
     solutions: dict[tuple[float, bool], _Solution] = field(default_factory=dict[tuple[float, bool], _Solution])
-    """By what memory costs, those of the least gap that was asked for."""
+    """The solutions of the least gap that was asked for, by the price of memory."""
 
     @cached_property
     def choices(self) -> TaskGraph:

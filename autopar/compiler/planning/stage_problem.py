@@ -59,7 +59,7 @@ class StageProblem:
     known: dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]] = field(
         default_factory=dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]]
     )
-    """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search."""
+    """The layers so far and their costs, for the next search, by microbatches, `remat` and `splits`."""
     layer_optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
     """The costs of layers so far, which other layers may have as well."""
     task_works: dict[Hashable, tuple[Work, Work]] = field(default_factory=dict[Hashable, tuple[Work, Work]])
@@ -67,7 +67,7 @@ class StageProblem:
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
     needed_shares: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
-    """Of the bytes that stages need by their layers, the least share that they needed as a whole by another price."""
+    """The least share of the bytes by their layers that stages needed as a whole, at another price of memory."""
 
     def check_time(self) -> None:
         """Raise `TimeIsUp` behind the deadline."""
@@ -188,7 +188,7 @@ class StageProblem:
 
     @property
     def expected_bytes(self) -> tuple[float, ...]:
-        """By group, the bytes of a device that the sum over a stage's layers may reach."""
+        """Bytes of a device that the sum over a stage's layers may reach, by group."""
         return tuple(self.share * self.memory_of(shape) for shape in self.clusters)
 
 

@@ -29,11 +29,11 @@ from autopar.plain_text import size_words
 
 _NUM_NAMED = 4
 _MOST_DEVICES = 1 << 16
-"""Of numbers of devices that are looked at."""
+"""The largest number of devices that is looked at."""
 _DEPTH = 2
-"""Parts of a leaf's name, `state.params` of `state.params.w`, by which leaves are summed up in words."""
+"""The number of parts of a leaf's name, `state.params` of `state.params.w`, by which leaves are summed up in words."""
 _A_LITTLE = 1e-6
-"""Relative: by how much more a share is too large, so that rounding does not matter."""
+"""Relative excess of a share that still counts as fitting, so that rounding does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class StateBound:
 
     leaves: tuple[Leaf, ...]
     memory: float | str
-    """Of a device, as methods have it."""
+    """The memory budget of a device, as methods have it."""
     cluster: Cluster
 
     @cached_property

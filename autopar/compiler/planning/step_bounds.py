@@ -71,7 +71,7 @@ class GroupWork:
     fixed_s: NDArray[np.float64]
     divisible_s: NDArray[np.float64]
     repeats: NDArray[np.bool_]
-    """Whether an equation is run for every microbatch."""
+    """True for equations that are run for every microbatch."""
 
     def seconds(self, num_microbatches: int) -> NDArray[np.float64]:
         """Return the seconds of one device, by equation."""
@@ -83,12 +83,12 @@ class StepBounds:
     """The work of a step, and the bytes that it has to hold from step to step."""
 
     per_batch: Work
-    """Forward and backward; `fixed_s` is that of every microbatch."""
+    """The work of the forward and backward pass; `fixed_s` is that of every microbatch."""
     per_chain: Work
     """The part of it that stages wait for."""
     per_step: Work
     of_groups: tuple[GroupWork, ...]
-    """By group of the cluster."""
+    """The work on the devices of each group of the cluster."""
     state_bytes: float
     whole_bytes: float
     """All that a step is given and makes, at once."""
@@ -98,8 +98,8 @@ class StepBounds:
     num_hosts: int
     dispatch_s: float
     sharing: tuple[tuple[float, int], ...] = ()
-    """Of hosts whose devices share their compute: how many take all of it, and how many there are. All work is what it
-    takes with all of them at work."""
+    """Devices in groups in which those of a host share its compute: how many take all of it, how many a host has. All
+    work is what it takes with all of them at work."""
 
     def idle_share(self, num_devices: int) -> float:
         """Return the share of its time that work on so many devices takes at least while all others idle."""

@@ -28,9 +28,9 @@ from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule, schedule_tasks,
 from autopar.ir.task_order import TaskOrder, linear_order, new_task, task_needed
 
 _SHORTER = 1e-6
-"""Relative: visits that are no shorter than that are as short."""
+"""Relative difference of the seconds of visits that count as equally long."""
 _HIDDEN_ANYWAY = 0.1
-"""Of a stage's time: links that take no more there and back need no forward task ahead."""
+"""Share of a stage's time: links that take no more there and back need no forward task ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ def _events(
     ways = {each: _Way.of(each, stage_mesh, arrivals, starts) for each in product("FBW", range(len(stage_mesh)))}
     events, sent = list[_Event](), 0
     sends: list[tuple[int, _Way, int] | None] = [None] * len(order)
-    """Of each mesh, the event and the microbatch behind which it has something to send."""
+    """The event and the microbatch behind which each mesh has something to send."""
     updates_s: dict[int, float] = {}
     while len(updates_s) < len(order):
         for mesh, tasks in enumerate(order):
@@ -349,13 +349,13 @@ class _Way(NamedTuple):
 
     duration: int
     awaited: list[int] | None
-    """By microbatch, the arrival that they await."""
+    """The arrival that they await, by microbatch."""
     made: list[int] | None
-    """By microbatch, the arrival that they make."""
+    """The arrival that they make, by microbatch."""
     link: int
     cut: int
     hosts: Sequence[int]
-    """Those of both ends of the link."""
+    """The hosts of both ends of the link."""
 
     @classmethod
     def of(
@@ -381,7 +381,7 @@ class _Way(NamedTuple):
 
 
 class _MeshCompute:
-    """What of the compute of hosts is taken, and what executables take besides their work."""
+    """The compute of hosts that meshes take, and the seconds that executables take besides their work."""
 
     def __init__(self, hosts: Hosts) -> None:
         compute = {host: SharedCompute() for each in hosts.shares for host in each}

@@ -19,7 +19,7 @@ from autopar.ir.plan import MeshPlan, Plan
 from autopar.methods import Method
 
 _WORTH_A_WORD_BYTES = 2**16
-"""Of an array of the state: smaller ones cost next to nothing on every device."""
+"""Least bytes of an array of the state to note: smaller ones cost next to nothing on every device."""
 
 _METHODS = {method.__name__: method for method in get_args(Method)}
 
