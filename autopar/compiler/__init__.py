@@ -1,1 +1,1 @@
-"""From a train step to a program: trace, cut, plan, lower."""
+"""Turn a train step into a program: trace, cut, plan, lower."""

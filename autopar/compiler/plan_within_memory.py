@@ -26,7 +26,7 @@ from autopar.progress import tell
 
 _ATTEMPTS = 4
 _BELOW = 0.98
-"""Of its share of a budget, what the next plan gets after one that needed too much."""
+"""Factor on the limit that a plan which needed too much would have just kept to: the next plan gets that."""
 
 
 def plan_that_fits(

@@ -133,7 +133,7 @@ class _Computation:
     instructions: tuple[_Instruction, ...]
     """Those that communicate or call other computations."""
     definitions: Mapping[str, str]
-    """What follows the type of every value."""
+    """The text that follows the type of every value."""
     root: str
     """The name of the value that it returns."""
 
@@ -367,19 +367,19 @@ class KindCheck:
 
     kind: str
     group_size: int
-    """Return how many devices exchange with each other; 0 for permutations, which compilers cut into chains."""
+    """The number of devices that exchange with each other; 0 for permutations, which compilers cut into chains."""
     planned_count: float
     planned_bytes: float
     repeated_bytes: float
-    """Of the planned ones those that a compiler without barriers, such as XLA's for CPUs, merges with earlier ones."""
+    """Planned bytes that a compiler without barriers, such as XLA's for CPUs, merges with earlier ones."""
     moved_bytes: float
-    """Of the planned ones the later rounds of those that the compiler runs once, in front of the loops around them."""
+    """Planned bytes of later rounds of collectives that the compiler runs once, in front of the loops around them."""
     whole_bytes: float
-    """Of reduce-scatters those that XLA's TPU compiler makes all-reduces of, whose results it then takes parts of:
-    less for the one kind, more for the other."""
+    """Bytes of reduce-scatters that XLA's TPU compiler makes all-reduces of, whose results it then takes parts of: less
+    for the one kind, more for the other."""
     spared_bytes: float
-    """Of the planned ones what XLA's TPU compiler does not send: it adds up equal arrays first that are summed one by
-    one, and sends in bfloat16 what products round to that."""
+    """Planned bytes that XLA's TPU compiler does not send: it adds up equal arrays first that are summed one by one,
+    and sends in bfloat16 what products round to that."""
     compiled_count: float
     compiled_bytes: float
 

@@ -84,7 +84,7 @@ class Explanation:
     memory_limit_bytes: float
     """The memory of one device; of the plan's device that has the least left, where they differ."""
     asked: tuple[str, ...] = ()
-    """What the user asked for that decides it, as `the scope autopar.split(name='head')`; a search was free without."""
+    """The user's requests that decide it, as `the scope autopar.split(name='head')`; empty if a search was free."""
 
     def why(self) -> str:
         """Return in a sentence what the user asked for that decides it; "" where a search was free."""

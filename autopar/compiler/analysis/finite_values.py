@@ -53,7 +53,7 @@ class WatchedProgram:
     program: Program
     runs: tuple[Run, ...]
     equations: Mapping[str, Sequence[jc.JaxprEqn]]
-    """By executable: the equation of each number in its row."""
+    """The equation of each number in the row of an executable, by executable."""
 
     def first_values(self, rows: Sequence[Any]) -> list[FirstValue]:
         """Return the first NaN and, if one comes before it, the first infinity; nothing if all is finite."""

@@ -30,9 +30,9 @@ class ExecutableReport:
     stablehlo: str
     hlo: str
     memory: Mapping[str, int]
-    """As `memory_analysis` of JAX: arguments, results, what results replace, temporaries, also on the host."""
+    """Bytes as in `memory_analysis` of JAX: arguments, results, what results replace, temporaries, also on the host."""
     cost: Mapping[str, float]
-    """As `cost_analysis` of JAX, such as "flops" and "bytes accessed"."""
+    """Costs as in `cost_analysis` of JAX, such as "flops" and "bytes accessed"."""
 
     def __repr__(self) -> str:
         """One line; `print` shows the StableHLO."""

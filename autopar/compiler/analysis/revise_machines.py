@@ -42,7 +42,7 @@ FIGURES = {
     "links": ("intra", "inter", "hidden_share"),
     "memory": ("memory_bytes",),
 }
-"""What of a machine a stage can be on it for, each with its fields of `Machine`."""
+"""The reasons for which a stage can be on a machine, each with its fields of `Machine`."""
 _THAT = {"rate": "that", "links": "those", "memory": "that"}
 
 

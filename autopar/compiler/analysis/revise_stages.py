@@ -103,7 +103,7 @@ def _with_shardings(plan: Plan, graph: StageGraph, sharded: Mapping[int, MeshSha
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Stage:
-    """What is to be laid out on a mesh, under the constraints of the plan."""
+    """A stage that is to be laid out on a mesh, under the constraints of the plan."""
 
     constrained: ConstrainedStage
 

@@ -33,7 +33,7 @@ class StepWork:
     flops: float
     dtype: str
     examples: int | None
-    """Of the batch; None for a step without one."""
+    """Examples of the batch; None for a step without one."""
     tokens: int | None
     """Elements of the largest integer array of the batch with at least two axes; None where there is none."""
 

@@ -45,7 +45,7 @@ _LOADED = _LOADED_BYTES // 2
 
 
 class EquationWork(NamedTuple):
-    """What one device works on an equation: kernels that start, and seconds by what bounds them.
+    """The work of one device on an equation: kernels that start, and seconds by what bounds them.
 
     The kernel of a product or of a pass takes the longest of its bounds, the others come behind it. Of several
     strategies the figures are arrays.
@@ -55,7 +55,7 @@ class EquationWork(NamedTuple):
     product_s: Any = 0.0
     """FLOPs over the rate of products."""
     half_s: Any = 0.0
-    """That of the FLOPs at which half of the rate is reached, in the same kernel."""
+    """The same of the FLOPs at which half of the rate is reached, in the same kernel."""
     memory_s: Any = 0.0
     """Bytes over the bandwidth, of the same kernel."""
     other_s: Any = 0.0

@@ -1,1 +1,1 @@
-"""From a step to its trace, with regions of `jax.checkpoint` and scans over layers ready to be cut."""
+"""Turn a step into its trace, with regions of `jax.checkpoint` and scans over layers ready to be cut."""

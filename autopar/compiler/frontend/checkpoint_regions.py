@@ -36,7 +36,7 @@ a block. The whole loss is wide from two layers on, one of two blocks is not.
 """
 
 Path = tuple[int, ...]
-"""Of a region: the index of its equation in the step, then in the body of that region, and so on."""
+"""The path to a region: the index of its equation in the step, then in the body of that region, and so on."""
 
 
 @lru_cache(maxsize=6)

@@ -27,7 +27,7 @@ from autopar.compiler.sharding.rule import shapes_of
 Factors = tuple[tuple[int, str], ...]
 """The factors of a dimension, major to minor: the size and the kind of each. None for a dimension of size 1."""
 ValueKinds = tuple[Factors, ...]
-"""Of every dimension of a value."""
+"""The factors of every dimension of a value."""
 NamedProgram = tuple[jc.ClosedJaxpr, Sequence[str], Sequence[str]]
 """A program, and the names of its inputs and outputs."""
 

@@ -101,9 +101,9 @@ class ValueDimensions:
     """The dimensions of all values of some programs, by factors that are numbers."""
 
     named: Mapping[str, tuple[Dimension, ...]]
-    """Of the values that go from program to program."""
+    """The dimensions of the values that go from program to program."""
     variables: Mapping[jc.Var, tuple[tuple[Dimension, ...], ...]]
-    """Of every variable, once for every time that its program is entered."""
+    """The dimensions of every variable, once for every time that its program is entered."""
     sizes: Mapping[int, int]
     products: tuple[Product, ...]
     followed: tuple[tuple[Dimension, Dimension], ...]
@@ -334,7 +334,7 @@ class _Walk:
                 self.followed.append((a, b))
 
     def _join_leading(self, values: Sequence[_Value]) -> None:
-        """Of an equation that nobody has a rule for, first dimensions of one size are taken to be one."""
+        """Take first dimensions of one size to be one, for an equation that nobody has a rule for."""
         first: dict[int, list[int]] = {}
         for factors in (value[0] for value in values if value):
             self.joined.join(first.setdefault(self.joined.size(factors), factors), factors)

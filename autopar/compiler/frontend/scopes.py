@@ -59,7 +59,7 @@ class ModelScope:
     """The kind of the devices, in a cluster of several."""
 
     def __str__(self) -> str:
-        """As the user wrote it: `autopar.split(devices=4, name='head')`; without a name `autopar.stage() #2`."""
+        """Return it as the user wrote it: `autopar.split(devices=4, name='head')`; if unnamed `autopar.stage() #2`."""
         given, number = self._given, ""
         if self.is_numbered:
             given.pop("name")
@@ -335,10 +335,10 @@ def all_scopes(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What the scopes around an equation ask of its layouts."""
+    """The demands of the scopes around an equation on its layouts."""
 
     primitive: str
-    """Of the equation: what a pass made of it under the same name is another."""
+    """The name of the equation's primitive: an equation that a pass made of it under the same name is another one."""
     examples: BatchDims
     replicas: int | None
     """Devices among which examples are divided by `replicate`: 0 for any number, None outside of one."""

@@ -78,7 +78,7 @@ class Trace:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     out_tree: Any
-    """Of the results, the kept inputs among them."""
+    """The tree of the results, the kept inputs among them."""
     batch: FoundBatch
     donated_inputs: tuple[int, ...]
     state_outputs: Mapping[int, int]

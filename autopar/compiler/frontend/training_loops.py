@@ -53,7 +53,7 @@ class _UnrolledTrace(Trace):
 
     @cached_property
     def fingerprint(self) -> str:
-        """That of the step as it was traced, which is what plans name."""
+        """The fingerprint of the step as it was traced, which is the one that plans name."""
         return self.traced.fingerprint
 
 

@@ -210,7 +210,7 @@ def _exposed_share(tables: CostTables, allowed: NDArray[np.bool_]) -> float:
 
 
 def _units(tables: CostTables, possible: NDArray[np.bool_], num_behind: int) -> IntArray:
-    """By group, devices counted as one: all counts are rounded down, which only lowers the bound."""
+    """Return by group how many devices count as one: all counts are rounded down, which only lowers the bound."""
     cuts = (tables.num_layers + 1) * (len(tables.devices) + 1)
     most = max(1, min(_MAX_UNITS, _MAX_SUMS // (cuts * num_behind))) ** (1 / len(tables.available))
     used: list[bool] = np.asarray(possible.any(axis=(1, 2))).tolist()

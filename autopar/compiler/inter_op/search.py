@@ -53,9 +53,9 @@ _NEVER = 1 << 30  # devices that no cluster has
 _HALVINGS = 12  # of the memory: a quarter of a per mille of the range
 _ROUNDING = 1 + 1e-9  # bytes are added here, and divided in the tables
 MANY_LABELS = 20_000
-"""With more, bounds count the stages behind a cut: they are much closer where memory is short, and take more work."""
+"""Labels beyond which bounds count the stages behind a cut: much closer where memory is short, but more work."""
 MOST_LABELS = 100_000
-"""What a search is worth: five times what it takes where memory is not nearly all needed."""
+"""Most labels that a search may take: five times as many as it takes where memory is not nearly all needed."""
 
 Placeable = Callable[[Sequence[Submesh]], bool]
 
@@ -71,7 +71,7 @@ class StageSearch:
 
     @property
     def step_time_s(self) -> float:
-        """That of the best partition."""
+        """The step time of the best partition."""
         return self.best.step_time_s
 
     @property
@@ -128,7 +128,7 @@ class _State:
 
     @property
     def limit_s(self) -> float:
-        """What partitions have to take less than; some that are of no interest are runners-up."""
+        """The seconds that partitions have to undercut; some that are of no interest are runners-up."""
         return min(self.best_s, _SLACK * self.below_s)
 
 

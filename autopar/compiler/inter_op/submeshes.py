@@ -29,7 +29,7 @@ class Submesh:
     num_hosts: int
     devices_per_host: int
     group: int = 0
-    """That of the cluster whose devices these are."""
+    """The number of the cluster's group whose devices these are."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` if there is no device in it."""

@@ -80,7 +80,7 @@ class EquationNode:
     number: int | None = None
     strategies: tuple[Strategy, ...] = ()
     arguments: tuple[LayoutNode | None, ...] = ()
-    """Of an equation with bodies: the layouts in which its operands come in; None for what is free."""
+    """The layouts in which the operands of an equation with bodies come in; None for what is free."""
     results: tuple[LayoutNode | None, ...] = ()
     bodies: tuple[BlockGraph, ...] = ()
 
@@ -95,10 +95,10 @@ class BlockGraph:
     stored: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
     """The form in which a value with several readers is kept."""
     copies: dict[jc.Var, dict[str, LayoutNode]] = field(default_factory=dict[jc.Var, dict[str, LayoutNode]])
-    """By phase, the form in which it is read by the several readers of the phase."""
+    """The form in which the several readers of a phase read a value, by value and phase."""
     results: list[LayoutNode | None] = field(default_factory=list[LayoutNode | None])
     kept: list[tuple[LayoutNode, jc.Var]] = field(default_factory=list[tuple[LayoutNode, jc.Var]])
-    """Of a forward task that holds its backward pass: the forms in which values wait for that, and their values."""
+    """The forms in which values of a forward task wait for the backward pass that it holds, and these values."""
 
 
 @dataclass(kw_only=True)
@@ -112,7 +112,7 @@ class NodeTable:
     lists: dict[int, tuple[tuple[Layout, ...], LayoutList]] = field(
         default_factory=dict[int, tuple[tuple[Layout, ...], LayoutList]]
     )
-    """By the identity of the layouts of nodes, which are kept so that it stays theirs."""
+    """The lists of layouts of nodes by their identity. The layouts are kept so that it stays theirs."""
     reshardings: dict[Hashable, np.ndarray] = field(default_factory=dict[Hashable, np.ndarray])
 
     @property
@@ -219,9 +219,9 @@ class _Constant:
 
     number: int
     readers: dict[Any, tuple[LayoutNode, str]] = field(default_factory=dict[Any, tuple[LayoutNode, str]])
-    """Those that take the part that they want, with their phases."""
+    """The readers that take the part that they want, with their phases."""
     whole: bool = False
-    """Whether someone reads all of it on every device, whatever the layouts are."""
+    """True if a reader takes all of it on every device, whatever the layouts are."""
 
 
 class _Part(NamedTuple):
@@ -232,7 +232,7 @@ class _Part(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What the whole of a constant takes, and what each of its parts does that an equation can make by itself."""
+    """The cost of the whole of a constant, and of each of its parts that an equation can make by itself."""
 
     whole: _Part
     split: dict[Layout, _Part]
@@ -253,13 +253,13 @@ class Planner:
     table: NodeTable
     rules: Callable[[jc.JaxprEqn], Rule]
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
-    """Which strategies of an equation may be chosen."""
+    """Selects the strategies of an equation that may be chosen."""
     constraint_key: Callable[[jc.JaxprEqn], Hashable]
-    """Key of whatever else that depends on than the equation itself."""
+    """Key of everything but the equation itself on which these depend."""
     enter: Callable[[BlockBuilder, jc.JaxprEqn, float, Fold | None], EquationNode]
     """Makes the nodes of loops, of which the body may be folded, branches and remat regions."""
     forms: Callable[[jc.Var, tuple[Layout, ...]], tuple[Layout, ...]] = lambda v, every: every
-    """Which of the layouts a value may be kept or handed on in, between the equations that make and read it."""
+    """Selects the layouts in which a value may be kept or handed on, between the equations that make and read it."""
     restricted: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
     keep_split: frozenset[int] = frozenset()
     """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
@@ -297,9 +297,9 @@ class BlockBuilder:
     equations: list[EquationNode | None] = field(default_factory=list[EquationNode | None])
     kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
-    """Of each equation, while nodes are collected."""
+    """The traffic of each equation, while nodes are collected."""
     constants: dict[jc.Var, _Constant] = field(default_factory=dict[jc.Var, _Constant])
-    """By free value the equation that makes it."""
+    """The equation that makes each free value."""
     widened: set[jc.Var] = field(default_factory=set[jc.Var])
     """The values that are to be summed in more bits: not before they have these."""
     given: set[jc.Var] = field(default_factory=set[jc.Var])

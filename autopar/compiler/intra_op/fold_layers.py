@@ -55,7 +55,7 @@ class Fold:
 
 
 _known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Hashable, Fold]] = weakref.WeakKeyDictionary()
-"""By program and what the user asks of it, its classes."""
+"""The classes of programs, by what the user asks of them."""
 
 
 def fold(
@@ -265,7 +265,7 @@ class _Reads:
 
     @cached_property
     def by_node(self) -> list[list[tuple[int, int]]]:
-        """By node, the place and the other end of every read that it takes part in."""
+        """The reads that each node takes part in: the place of each, and the node at its other end."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_nodes)]
         for producer, reader, place in zip(self.producer.tolist(), self.reader.tolist(), self.place.tolist()):
             found[reader].append((place, producer))

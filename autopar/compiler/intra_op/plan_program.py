@@ -76,7 +76,7 @@ class IntraOpPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedProgram:
-    """What every device does by some layouts."""
+    """The program of every device by some layouts, and the memory that it needs."""
 
     plan: BlockPlan
     choices: BlockGraph

@@ -200,7 +200,7 @@ def _source_info_of(eqn: JaxprEqn) -> Any:
 
 
 class SourcePlace(NamedTuple):
-    """Where equations are written down again: within name stacks, and a line for those that have none of the user's."""
+    """The place of equations written down again: name stacks, and a line for those that have none of the user's."""
 
     name_stack: Any
     traceback: Any

@@ -57,13 +57,13 @@ class _Writer:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.pieces: list[str] = []
-        """What is not hashed yet: many short pieces are hashed at once."""
+        """Pieces of text that are not hashed yet: many short ones are hashed at once."""
         self.texts: dict[int, tuple[Any, str]] = {}
-        """By identity, the text of what many equations share, kept with it so that the identity stays its own."""
+        """The text of what many equations share, by identity; what is shared is kept, so that this stays its own."""
         self.types: dict[int, tuple[Any, str]] = {}
         """The same of the types of values."""
         self.places: dict[Hashable, str] = {}
-        """By the place where equations come from, its text."""
+        """The text of each place where equations come from."""
 
     def hexdigest(self) -> str:
         """Return the hash of all that was written."""

@@ -20,7 +20,7 @@ class Replaced(NamedTuple):
 
     program: jc.ClosedJaxpr
     place: jc.SourcePlace
-    """Of its equations."""
+    """The place of its equations."""
     again: bool
     """Its equations may be replaced in turn."""
 
@@ -43,7 +43,7 @@ class Copier:
 
     eqns: list[jc.JaxprEqn] = field(default_factory=list[jc.JaxprEqn])
     consts: dict[int, tuple[Any, Any]] = field(default_factory=dict[int, tuple[Any, Any]])
-    """By the identity of a constant, the variable or literal that it is, and itself."""
+    """The constants by their identity, each behind the variable or literal that stands for it."""
 
     def run(
         self,

@@ -69,7 +69,7 @@ _ERROR_FUNCTIONS = ("erf", "erfc")
 
 
 class FusionRules(NamedTuple):
-    """What a compiler fuses, as the fields of `Machine` of the same names say."""
+    """The fusions that a compiler does, as the fields of `Machine` of the same names say."""
 
     product_sums: bool
     """Products write the sums of their results."""
@@ -86,7 +86,7 @@ class FusionRules(NamedTuple):
     piece_bytes: float = 64.0
     """Bytes that are written in the time of shorter pieces."""
     erf_flops: float = 1.0
-    """What error functions take for each number."""
+    """Operations that error functions take for each number."""
     fuses: bool = True
     """Equations are joined in kernels at all."""
 
@@ -100,19 +100,19 @@ class Traffic(NamedTuple):
     """An equation's part in the kernels that it is fused into."""
 
     reads: tuple[float, ...]
-    """By operand, how often it is read from memory on the equation's behalf; one half of what is kept in bfloat16."""
+    """Times that each operand is read from memory on the equation's behalf; half as many if it is kept in bfloat16."""
     writes: tuple[float, ...]
-    """By result, how often it is written to memory, or read there to be copied into a stack."""
+    """Times that each result is written to memory, or read there to be copied into a stack."""
     kernels: float
     """Kernels that start for its sake: a kernel of several results is shared among what makes them."""
     flops_per_byte: float
     """Operations of its kernels for every byte that these read or write."""
     kept: float = 1.0
-    """Of a product: how many of its result's bytes what its kernel writes has, which may be of another type."""
+    """Bytes that the kernel of a product writes, per byte of its result: they may be of another type."""
     reduces: bool = False
     """Its kernel, or one of them, has a reduction."""
     wasted: float = 0.0
-    """How often memory takes the bytes of its results besides, as they are written in pieces that are too short."""
+    """Further times that memory takes the bytes of its results, as they are written in pieces that are too short."""
 
 
 def alone(eqn: jc.JaxprEqn) -> Traffic:
@@ -196,7 +196,7 @@ class _Fusion:
     rules: FusionRules
     layouts: Layouts
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """By view, what it is a view of."""
+    """The array of which each view is one."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
     readers: defaultdict[Any, list[int]] = field(default_factory=lambda: defaultdict[Any, list[int]](list))
     kinds: list[FusionKind] = field(default_factory=list[FusionKind])
@@ -205,13 +205,13 @@ class _Fusion:
     behind: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
     """The last product or reduction on each of these paths."""
     kernels: dict[int, frozenset[_Kernel]] = field(default_factory=dict[int, frozenset[_Kernel]])
-    """By equation, what it is computed in."""
+    """The kernels in which each equation is computed."""
     ends: dict[int, int] = field(default_factory=dict[int, int])
-    """By equation that the kernel of a product does behind it, the product."""
+    """The product of each equation that the kernel of a product does behind it."""
     last: dict[int, int] = field(default_factory=dict[int, int])
-    """By product the last of these."""
+    """The last of these equations, by product."""
     holds: list[bool] = field(default_factory=list[bool])
-    """By equation, whether a reduction of rows is on a path to it from the last product or other reduction."""
+    """True for equations with a reduction of rows on a path to them from the last product or other reduction."""
     largest: list[int] = field(default_factory=list[int])
     """The bytes of the largest array in memory that an equation is computed from, its own if that is in memory."""
     shared: set[int] = field(default_factory=set[int])

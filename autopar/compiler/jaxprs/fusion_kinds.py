@@ -37,9 +37,9 @@ _CHEAP = _names(
 
 
 COMPUTED_AGAIN = _names("div exp exp2 expm1 log log1p logistic rsqrt sqrt")
-"""What takes a few instructions on a GPU, where its compiler weighs them against the bytes of keeping the result."""
+"""Primitives of a few instructions on a GPU: its compiler weighs them against the bytes of keeping the result."""
 EXPONENTIALS, MANY_READERS = ("exp", "exp2"), 3
-"""What is kept where a machine keeps exponentials, and how many kernels read it at least."""
+"""Primitives whose results a machine that keeps exponentials keeps, and the number of kernels from which it does."""
 
 
 def kind_of(eqn: jc.JaxprEqn) -> FusionKind:

@@ -107,7 +107,7 @@ def while_of(eqn: JaxprEqn) -> While:
 
 
 def targets_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Where a `device_put` equation puts each operand: a memory space, a sharding, a device, or None."""
+    """The target of each operand of a `device_put` equation: a memory space, a sharding, a device, or None."""
     return tuple(eqn.params["devices"])
 
 
@@ -240,7 +240,7 @@ class ShardMap:
     in_specs: tuple[Any, ...]
     out_specs: tuple[Any, ...]
     body: Any
-    """Of each device's part, open or closed."""
+    """The program of each device's part, open or closed."""
 
 
 def shard_map_of(eqn: JaxprEqn) -> ShardMap:
@@ -258,7 +258,7 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap:
 
 
 class DotDimensions(NamedTuple):
-    """Of a `dot_general`: the contracted dimensions of left and right operand, then those of the batch."""
+    """The contracted dimensions of left and right operand of a `dot_general`, then those of the batch."""
 
     contracted: tuple[Dimensions, Dimensions]
     batch: tuple[Dimensions, Dimensions]
@@ -271,7 +271,7 @@ def dot_dimensions(eqn: JaxprEqn) -> DotDimensions:
 
 
 class RaggedDimensions(NamedTuple):
-    """Of a `ragged_dot_general`: the left dimensions that are cut into groups, the right ones that number them."""
+    """The left dimensions of a `ragged_dot_general` that are cut into groups, and the right ones that number these."""
 
     ragged: Dimensions
     groups: Dimensions

@@ -41,11 +41,11 @@ from autopar.compiler.jaxprs.primitives import (
 
 Strides = tuple[int, ...]
 Layout = tuple[tuple[int, int], ...]
-"""From the outermost dimension to the innermost, its size and its stride in what is transposed."""
+"""The size and the stride, in what is transposed, of each dimension, from the outermost to the innermost."""
 _TILE = 128
 """Elements of the innermost dimension in a tile of memory, where compilers lay arrays out in tiles, as for TPUs."""
 _LARGE = 8
-"""An operand decides about the layout of a result of up to so many times its size."""
+"""Largest multiple of an operand's size at which it still decides about the layout of a result."""
 _KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
 _VIEWS = CONSTRAINTS | COPIES | LABELS
 _CONVOLUTION = "conv_general_dilated"
@@ -136,13 +136,13 @@ class Layouts:
     """The layouts of the arrays of a jaxpr."""
 
     transposed: list[dict[int, Layout]] = field(default_factory=list[dict[int, Layout]])
-    """By equation and place of an operand that it reads a transposed copy of, the layout of the copy."""
+    """The layout of each transposed copy that an equation reads, by equation, then by place of the operand."""
     rows: list[bool] = field(default_factory=list[bool])
-    """By equation, whether it reduces the innermost dimensions of its operand."""
+    """True for equations that reduce the innermost dimensions of their operand."""
     strides: dict[Any, Strides] = field(default_factory=dict[Any, Strides])
-    """By array; those that are the same everywhere, or too small to matter, have none."""
+    """The strides of arrays. Those with the same ones everywhere, and those too small to matter, have none."""
     made: dict[Any, int] = field(default_factory=dict[Any, int])
-    """By array, which equation makes it, or what it is a view of."""
+    """The number of the equation that makes each array, or makes that of which it is a view; -1 for inputs."""
 
     def note(self, number: int, eqn: jc.JaxprEqn) -> None:
         """Find the layout of an equation's results, and the operands that it has transposed."""

@@ -1,1 +1,1 @@
-"""From a plan to the executables and instructions of every mesh."""
+"""Turn a plan into the executables and instructions of every mesh."""

@@ -77,11 +77,11 @@ class _Stay:
     value: str
     uses: tuple[_Use, ...]
     comes: bool
-    """From the host; otherwise the first use makes it."""
+    """True if it comes from the host; otherwise the first use makes it."""
     takes: bool
     """The host keeps no copy when it comes."""
     leaves: bool
-    """To the host, from which it comes again, or where the step ends with it."""
+    """True if it leaves to the host, from which it comes again, or where the step ends with it."""
     ends: bool
     """Nothing else forgets it on the devices."""
 

@@ -30,7 +30,7 @@ class Border:
     """The inputs and outputs of a program (by number) that share memory with what is around it."""
 
     taken: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By output, the input whose place it takes."""
+    """The input whose place each output takes, by output."""
     stacked: Collection[int] = ()
     """Outputs that are copied out at once."""
     sliced: Collection[int] = ()
@@ -46,10 +46,10 @@ class MemoryProgram:
     outputs: Sequence[Key | None]
     nbytes: Mapping[Key, float]
     inner: Mapping[int, tuple[MemoryProgram, ...]]
-    """By op: the programs that it runs."""
+    """The programs that each op runs."""
     border: Border
     actions: Sequence[Action]
-    """By op, what it was listed from."""
+    """The action that each op was listed from."""
     vacated: Collection[Key] = ()
     """The inputs that are read from copies but by what makes these, so that other arrays may lie in their places."""
     deferred: int | None = None
@@ -113,7 +113,7 @@ class MemoryProgram:
 
     @cached_property
     def worst_inside(self) -> dict[int, Moment]:
-        """By op, the worst moment of the programs that it runs."""
+        """The worst moment of the programs that each op runs."""
         return {
             number: max((worst_moments(each, 1)[0] for each in programs), key=lambda moment: moment.nbytes)
             for number, programs in self.inner.items()
@@ -158,7 +158,7 @@ class Moment:
     program: MemoryProgram
     time: int
     nbytes: float
-    """In memory then, inputs aside."""
+    """Bytes in memory then, without the inputs."""
     inside: Moment | None
 
 

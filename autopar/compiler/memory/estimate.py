@@ -142,7 +142,7 @@ def _described(value: Value, mesh: LogicalMesh) -> str:
 
 
 class _Label(NamedTuple):
-    """Where an op comes from, for the reader."""
+    """The origin of an op, for the reader."""
 
     text: str
     phase: str | None

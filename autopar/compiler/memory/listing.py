@@ -153,29 +153,29 @@ class _Lister:
     mesh_costs: MeshCosts
     ops: list[Op] = field(default_factory=list[Op])
     actions: list[Action] = field(default_factory=list[Action])
-    """By op."""
+    """The action of each op."""
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
     nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     names: dict[Value, Any] = field(default_factory=dict[Value, Any])
-    """By operand of a region in line, or result of one, the value that it is outside or inside."""
+    """The value outside of each operand of a region in line, and the value inside of each result of one."""
     keys: dict[int, BlockValue | None] = field(default_factory=dict[int, BlockValue | None])
-    """By the identity of a value of the block, its `key`."""
+    """The `key` of each value of the block, by its identity."""
     sources: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    """By value that is another one reversed, or a form in the same layout, that one."""
+    """The original of each value that is another one reversed, or a form in the same layout."""
     unchanged: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    """By value that is another one reversed along dimensions of size 1, that one."""
+    """The original of each value that is another one reversed along dimensions of size 1."""
     resharded: dict[Hashable, Value] = field(default_factory=dict[Hashable, Value])
-    """By what is resharded and how, the first result."""
+    """The first result, by what is resharded and how."""
     zeros: set[Value] = field(default_factory=set[Value])
     """Values whose windows have gradients, which GPUs add to zeros."""
     sent: set[Value] = field(default_factory=set[Value])
-    """What collectives make in an order of dimensions of their own."""
+    """Values that collectives make in an order of dimensions of their own."""
     ordered: set[Value] = field(default_factory=set[Value])
     """Values that something reads to which the order of dimensions matters: no product, no reduction."""
     turned: set[Hashable] = field(default_factory=set[Hashable])
-    """What is transposed into another order in memory."""
+    """Values that are transposed into another order in memory."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
-    """What libraries write in another order of dimensions, of regions in line too."""
+    """Values that libraries write in another order of dimensions, those of regions in line as well."""
 
     @property
     def mesh(self) -> LogicalMesh:

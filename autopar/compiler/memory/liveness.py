@@ -57,9 +57,9 @@ class Op(NamedTuple):
     expensive: bool = False
     """Too costly to be computed twice."""
     growth: float = 1.0
-    """How many times as large as all that it is computed from a result of many readers may be and still be kept."""
+    """Largest size, in multiples of all that it is computed from, at which a result of many readers is still kept."""
     widening: float = 1.0
-    """By how much wider its result is kept than its type is."""
+    """Factor by which its result is kept wider than its type is."""
     over: bool = False
     """It writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
@@ -71,11 +71,11 @@ class Op(NamedTuple):
     workspace: float = 0.0
     """Bytes that it needs while it runs, besides operands and results."""
     seconds: float = 0.0
-    """How long a product or a collective takes."""
+    """Seconds that a product or a collective takes."""
     slices: bool = False
     """It takes a part of an array."""
     behind_barrier: bool = False
-    """What it reads is held in memory by a barrier in front of it, though it is fused."""
+    """It reads what a barrier in front of it holds in memory, though it is fused."""
     computes_narrower: bool = False
     """A product whose kernel computes what it reads, though it reads larger arrays for that."""
     reorders: bool = False
@@ -87,7 +87,7 @@ class Op(NamedTuple):
     adds_gradients: bool = False
     """It adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
     steps: Hashable = ()
-    """Of a collective: what it does, equal for those that may be one."""
+    """The steps of a collective, equal for those that may be one."""
 
     @property
     def writes_over(self) -> bool:
@@ -113,13 +113,13 @@ class Lifetimes:
     """The lifetimes of arrays in memory, and of the forms in which they are read."""
 
     whole: dict[Key, Lifetime]
-    """Of arrays, all forms taken together."""
+    """Lifetimes of arrays, all forms taken together."""
     parts: dict[Key, Lifetime]
-    """Of forms, and of arrays as far as they are read themselves."""
+    """Lifetimes of forms, and of arrays as far as they are read themselves."""
     roots: dict[Key, Key]
-    """By form or view, the array."""
+    """The array of each form or view."""
     places: dict[Key, Key]
-    """By view, what it is a view of: an array, or a form of one."""
+    """The array, or the form of one, of which each view is one."""
 
     def moved(self, by: int) -> Lifetimes:
         """Move all times by so many ops."""
@@ -166,11 +166,11 @@ class _Program:
     places: dict[Key, Key] = field(default_factory=dict[Key, Key])
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
-    """By fused array, the arrays that its fused readers read in its place."""
+    """The arrays that its fused readers read in place of each fused array."""
     sources: dict[int, tuple[Key, ...]] = field(default_factory=dict[int, tuple[Key, ...]])
-    """By op that makes something in memory, the places that it reads there."""
+    """The places in memory that each op reads which makes something there."""
     rows: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
-    """By reduction of rows, the places that these are read from."""
+    """The places from which each reduction of rows reads them."""
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
     reordering: bool = False

@@ -1,1 +1,1 @@
-"""From a step over the full batch to a step over microbatches with equal results."""
+"""Turn a step over the full batch into a step over microbatches with equal results."""

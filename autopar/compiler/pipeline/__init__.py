@@ -1,1 +1,1 @@
-"""From a microbatched step to stages: phases, layers, tasks, and the order in which they run."""
+"""Turn a microbatched step into stages: phases, layers, tasks, and the order in which they run."""

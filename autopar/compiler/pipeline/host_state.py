@@ -23,11 +23,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedules import schedule_tasks
 
 PART_SHARE = 1 / 16
-"""Of the state of a stage: no part of several arrays is larger, so that three of them are less than a fifth of it."""
+"""Share of a stage's state: no part of several arrays is larger, so that three of them are less than a fifth of it."""
 PARTS_AT_ONCE = 3
-"""On the devices: one that comes, one that is updated, one that leaves."""
+"""Parts on the devices at once: one that comes, one that is updated, one that leaves."""
 SOON = PARTS_AT_ONCE
-"""A value that is used again so many tasks later stays on the devices: it would come before it had left."""
+"""Number of tasks: a value that is used again so soon stays on the devices, for it would come before it had left."""
 
 
 def with_offload(plan: Plan, graph: StageGraph, offloads: Collection[str], own: Collection[str] = ()) -> Plan:

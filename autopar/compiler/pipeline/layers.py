@@ -410,7 +410,7 @@ def _window_minima(values: _Floats, start: _Indices, stop: _Indices) -> _Floats:
 
 
 def _most_even_cuts(ends: _Floats, costs: _Floats, last: _Indices, tables: list[_Floats]) -> tuple[int, ...]:
-    """Of the cuts that the least bytes cross, those with the least sum of squared FLOPs, then the first."""
+    """Return, among the cuts that the least bytes cross, those with the least sum of squared FLOPs, then the first."""
     num_layers, n = len(tables), len(costs) - 1
     tails = [costs + table for table in tables]
 

@@ -37,7 +37,7 @@ _CHEAP = (
 )
 
 _MOST_EQUATIONS = 64
-"""Of which a value is made again: an accelerator does some tens of operations while it reads a byte."""
+"""Most equations by which a value is made again: an accelerator does some tens of operations while it reads a byte."""
 _LAID_OUT = primitives.PRODUCTS | primitives.ATTENTION | primitives.FOREIGN
 
 
@@ -98,7 +98,7 @@ class _EarlierTask:
 
     producers: Mapping[jc.Var, jc.JaxprEqn]
     fixed: Collection[jc.Var]
-    """What is kept in any case, if it is needed."""
+    """Values that are kept in any case, if they are needed."""
     is_free: Callable[[jc.Var], bool]
 
     @cached_property

@@ -63,9 +63,9 @@ class Phases:
 
     step: MicrobatchedStep
     of: tuple[frozenset[Phase], ...]
-    """By equation. An unplaced one may also be of the step."""
+    """The phases by equation. An unplaced equation may also be of the step."""
     rounds: tuple[int, ...]
-    """By equation: its round, or for one that runs once the round that it waits for (0: none, it may run at the start).
+    """The round of each equation; if it runs once, the round that it waits for (0: none, it may run at the start).
     """
     costly: frozenset[jc.Var]
     """Results of unplaced equations that the backward pass keeps rather than computes again."""
@@ -79,17 +79,17 @@ class Phases:
 
     @cached_property
     def operands(self) -> list[list[jc.Var]]:
-        """By equation, the variables that it reads."""
+        """The variables that each equation reads."""
         return [jc.operands(eqn) for eqn in self.equations]
 
     @cached_property
     def producer(self) -> Mapping[jc.Var, int]:
-        """By variable, the equation that makes it."""
+        """The equation that makes each variable."""
         return {v: i for i, eqn in enumerate(self.equations) for v in eqn.outvars}
 
     @cached_property
     def consumers(self) -> Mapping[jc.Var, Sequence[int]]:
-        """By variable, the equations that read it."""
+        """The equations that read each variable."""
         consumers: dict[jc.Var, list[int]] = {}
         for i, read in enumerate(self.operands):
             for v in read:

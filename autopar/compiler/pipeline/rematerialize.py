@@ -50,7 +50,7 @@ class Offer:
     num_layers: int
     layers: tuple[int, ...]
     names: tuple[str, ...]
-    """Of all layers, for the reader."""
+    """The names of all layers, for the reader."""
 
 
 def offered_layers(trace: Trace, num_layers: int | None = None) -> Offer:
@@ -111,7 +111,7 @@ class _RematerializedTrace(Trace):
 
     @cached_property
     def fingerprint(self) -> str:
-        """That of the step as it was traced, which is what plans name."""
+        """The fingerprint of the step as it was traced, which is the one that plans name."""
         return self.step.trace.fingerprint
 
 

@@ -33,7 +33,7 @@ class GraphValue:
     dtype: Any
     per_microbatch: bool
     copy_of: str = ""
-    """What every stage that reads it computes for itself, once per step: the same for all of these."""
+    """A name for what every stage that reads it computes for itself, once per step: the same for all of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class StageGraph:
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     microbatches: tuple[range, ...] = ()
-    """By stage, the microbatches that it runs, if there are lanes; those of a lane run the same. Empty: all run all."""
+    """The microbatches that each stage runs, if there are lanes; those of a lane run the same. Empty: all run all."""
     offloaded: frozenset[str] = frozenset()
     """Values that the step itself puts on the host between its forward and its backward pass."""
 
@@ -129,7 +129,7 @@ class StageGraph:
 
     @cached_property
     def replaced(self) -> Mapping[str, str]:
-        """By new state, the state of its type that it replaces."""
+        """The state of its type that each new state replaces."""
         return {
             out.value: out.replaces
             for out in self.outputs

@@ -108,7 +108,7 @@ class _Gatherer:
                         known.append(v)
 
     def _kind(self, index: int) -> str:
-        """With one stage nothing happens between forward and backward: they are one task."""
+        """Return "B" or "F". With one stage nothing happens between forward and backward: they are one task."""
         backward = Phase.BACKWARD in self.phases.of[index] and self.placement.num_stages > 1
         return "B" if backward else "F"
 

@@ -1,1 +1,1 @@
-"""From one layout to another: the steps, the cheapest way, its cost, and its program."""
+"""Turn one layout into another: the steps, the cheapest way, its cost, and its program."""

@@ -153,7 +153,7 @@ class _EdgeLines:
     known: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
     def from_source(self, source: int) -> np.ndarray:
-        """From one layout to every one, for small and for large arrays: [seconds for no bytes, and per byte]."""
+        """Return the cost from one layout to every one, by size of arrays: [seconds for no bytes, and per byte]."""
         if source not in self.known:
             last = last_edges(self.graph, source)
             here = np.arange(len(self.graph.layouts))

@@ -61,7 +61,7 @@ class Graph:
     moved: np.ndarray
     """The share of the array that each edge's collective has on a device, as in `moved_share`."""
     copied: np.ndarray
-    """As in `copied_share`."""
+    """The share of the array that each edge copies on a device, as in `copied_share`."""
     source: np.ndarray
     """The layout that each edge leaves."""
     target: np.ndarray

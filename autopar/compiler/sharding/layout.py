@@ -32,7 +32,7 @@ from autopar.ir.instructions import spec_axes
 Axes = tuple[int, ...]
 """Mesh axes by number."""
 Reach = Literal["all", "inside", "across"]
-"""Which of the devices along some axes exchange: all; those of a fast domain; one of each domain."""
+"""The devices along some axes that exchange: all; those of a fast domain; one of each domain."""
 
 
 class Layout(NamedTuple):

@@ -99,7 +99,7 @@ def _spread(eqn: jc.JaxprEqn) -> Rule:
 
 @register_rule(*REDUCTIONS)
 def _reduced(eqn: jc.JaxprEqn) -> Rule:
-    """Of sums and of the greatest or least, parts can be combined; other reductions see the whole dimension."""
+    """Combine parts of sums and of the greatest or least; other reductions see the whole dimension."""
     (shape,) = shapes_of(eqn.invars)
     gone, kind = jp.dimensions_of(eqn), _SUMMANDS.get(eqn.primitive.name)
     reductions: dict[Label, str] = dict.fromkeys(gone, kind) if kind and adds_up(eqn.outvars[0]) else {}

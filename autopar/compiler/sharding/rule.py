@@ -37,7 +37,7 @@ class Rule:
     """Factors are numbers, in the order in which operands and results show them."""
 
     sizes: tuple[int, ...]
-    """Of every factor."""
+    """The size of every factor."""
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     reductions: Mapping[int, str]

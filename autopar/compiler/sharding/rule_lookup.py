@@ -42,7 +42,7 @@ _known: dict[Hashable, Rule] = {}
 
 
 def register_sharding_rule(primitive: str, rule: str | Callable[[Any], str]) -> None:
-    """Say how a primitive of one's own is split: `register_sharding_rule("my_product", "b s d, d f -> b s f")`.
+    """Register how a primitive of one's own is split: `register_sharding_rule("my_product", "b s d, d f -> b s f")`.
 
     `primitive` is its name. `rule` is a text as for `sharding_rule`, one name for each dimension of the operands and
     results, or a function that makes one of the equation, whose parameters it may read. The promise: bound to parts of

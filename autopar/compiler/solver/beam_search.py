@@ -26,10 +26,10 @@ Shorts = npt.NDArray[np.int16]
 MOST_WORK = 400_000_000
 """Pairs of a partial assignment and an option that one search may look at, if nothing else is said."""
 AT_ONCE = 2_000_000
-"""Of these, how many at a time."""
+"""Pairs that are looked at at a time."""
 LARGEST_CODE = 2**62
 MOST_OPTIONS = 2**15
-"""Of a node, which are numbered in 16 bits."""
+"""Most options of a node, which are numbered in 16 bits."""
 MANY = 2_000
 """Numbers from which sorting them by 16 bits at a time takes less time."""
 STARTS = 4

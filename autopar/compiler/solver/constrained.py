@@ -57,7 +57,7 @@ LEAST_PROMISE = 1e-9
 FIRST_MULTIPLIER = 0.02
 """Share of the value that a whole limit may cost at first."""
 TRUST = 4.0
-"""By how much a multiplier may grow at a time."""
+"""Factor by which a multiplier may grow at a time."""
 PROMISING_OPTIONS = 2
 """Options per node, apart from those met, that the search for a good candidate looks at."""
 SHARE_TO_REDUCE_AGAIN = 0.7

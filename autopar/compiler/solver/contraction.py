@@ -20,7 +20,7 @@ MOST_STATES = 2_000
 MOST_PAIRS = 3_000_000
 """Pairs that a contracted problem may have."""
 GROWTH = 3.0
-"""By how much the pairs may grow at a time, once they are more than `PAIRS_AT_WILL`."""
+"""Factor by which the pairs may grow at a time, once they are more than `PAIRS_AT_WILL`."""
 PAIRS_AT_WILL = 300_000
 CONTRACTED_AT_A_TIME = 0.3
 """Share of the nodes that may be contracted at a time."""

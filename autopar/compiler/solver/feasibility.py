@@ -35,7 +35,7 @@ MAX_ROUNDS = 16
 FEW_ROUNDS = 5
 """Rounds that are spent on what is clearly too little, to say about how much would do."""
 SHARE_OF_COSTS, LEAST_SHARE_OF_COSTS = 0.1, 1e-3
-"""Of the weights of the rows, what the costs of the fastest assignment count for: at first, and at least."""
+"""Shares of the rows' weights that the costs of the fastest assignment count for: at first, and at least."""
 GAP_OF_CANDIDATES = 0.02
 """Gap up to which the assignments to measure are solved for; the bound is solved for up to `MAX_GAP`."""
 LEAST_RISE = 1e-6
@@ -44,7 +44,7 @@ LEAST_RISE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """By how much an assignment exceeds its limits, if that is above zero; then also the rows that it exceeds."""
+    """The excess of an assignment over its limits, and if that is above zero the rows that it exceeds."""
 
     excess: float
     rows: Sequence[Row]
@@ -97,7 +97,7 @@ class _Lowering:
     excess: float = np.inf
     bound: float = -np.inf
     weights: FloatArray = field(default_factory=lambda: np.zeros(0))
-    """Of the rows, those that gave the bound."""
+    """The weights of the rows that gave the bound."""
     rows: list[Row] = field(default_factory=list[Row])
     met: list[Assignment] = field(default_factory=list[Assignment])
     share_of_costs: float = SHARE_OF_COSTS

@@ -32,15 +32,15 @@ class _Level:
 
     nodes: IndexArray
     options: IndexArray
-    """Of all these nodes, among the options of all nodes."""
+    """The options of all these nodes, by their places among the options of all nodes."""
     starts: IndexArray
     """The place of the first option of each node."""
     owner: IndexArray
-    """By option, the place of its node."""
+    """The place of its node, by option."""
     divisor: FloatArray
     num_targets: FloatArray
     near: slice
-    """What was added to the edges at these nodes, edge after edge."""
+    """The places of the sums that were added to the edges at these nodes, edge after edge."""
     to_option: IndexArray
     """For each of these, the place of the option."""
     matrix: FloatArray
@@ -91,12 +91,12 @@ class LevelSweeps:
     """
 
     offsets: IndexArray
-    """Of the first option of each node, and the number of all options."""
+    """The place of the first option of each node, and the number of all options."""
     order: IndexArray
     owner: IndexArray
     """The node of each option."""
     edges: dict[tuple[int, int], tuple[slice, slice, bool]]
-    """By ends in the problem, the places of what was added at the lower and higher end; if the first is the higher."""
+    """The places of what was added at its lower and higher end, by ends of an edge; True if the first is the higher."""
     forward: list[_Level]
     back: list[_Level]
     costs: FloatArray
@@ -143,7 +143,7 @@ class LevelSweeps:
         )
 
     def sweep_back(self, bound: float, least: FloatArray) -> float:
-        """From the last node to the first: collect from the edges ahead, share among those behind.
+        """Sweep from the last node to the first: collect from the edges ahead, share among those behind.
 
         Returns the bound with what was collected, and raises for each option what it costs at `least`.
         """
@@ -153,7 +153,7 @@ class LevelSweeps:
         return self._raised(bound, least, swept, minima, self.order[::-1])
 
     def sweep_forward(self, bound: float, least: FloatArray) -> tuple[float, IndexArray]:
-        """The other way round, choosing for each node the best option given those chosen before."""
+        """Sweep the other way round, and choose for each node the best option given those chosen before."""
         swept, minima = np.empty(self.costs.size), np.empty(self.order.size)
         chosen = np.zeros(self.order.size, np.intp)
         for level in self.forward:
@@ -245,12 +245,12 @@ class _Side:
         self.in_nodes = _starts(sizes[self.nodes])
         self.options = _ranges(offsets[self.nodes], sizes[self.nodes])
         self.place = np.empty(sizes.size, np.intp)
-        """Of a node's options among those of its level."""
+        """The place of a node's options among those of its level."""
         of_levels = np.repeat(self.in_nodes[self.node_cuts[:-1]], np.diff(self.node_cuts))
         self.place[self.nodes] = self.in_nodes[:-1] - of_levels
         self.in_edges = _starts(sizes[near[self.order]])
         self.places = np.empty(near.size, np.intp)
-        """Of what is added at the near ends of edges."""
+        """The places of what is added at the near ends of edges."""
         self.places[self.order] = self.in_edges[:-1]
         self.num_near, self.num_far = (np.bincount(ends, minlength=sizes.size) for ends in (near, far))
         self.is_small = sizes[near] * sizes[far] <= SMALL

@@ -439,7 +439,7 @@ def _dominated_of_many(cost: FloatArray, matrices: Sequence[FloatArray], tried: 
 
 
 def _largest_surplus(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> FloatArray:
-    """What every option costs more, at the most, than each of those tried, whatever the neighbours' options are.
+    """Return how much more each option costs, at most, than each of those tried, whatever the neighbours' options are.
 
     A neighbour's option is the cheapest partner of the one, or the dearest of the other: what differs least over all
     of them differs no more there.

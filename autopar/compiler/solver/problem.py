@@ -34,7 +34,7 @@ class MRF:
 
     costs: tuple[FloatArray, ...]
     edges: Mapping[tuple[int, int], FloatArray]
-    """By (i, j), i < j; the matrix's rows are the options of i."""
+    """The costs of pairs of options by (i, j), i < j; the matrix's rows are the options of i."""
 
     def __post_init__(self) -> None:
         """Check the shapes, and that no cost is NaN or -∞."""

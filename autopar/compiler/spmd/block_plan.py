@@ -38,7 +38,7 @@ class BlockPlan:
     equations: tuple[EquationPlan | None, ...]
     results: tuple[Layout | None, ...]
     forms: Mapping[tuple[int, str], Layout] = field(default_factory=dict[tuple[int, str], Layout])
-    """By value and form: the layout in which it is kept ("stored"), and read by a phase ("forward", ...)."""
+    """The layout in which a value is kept ("stored"), or read by a phase ("forward", ...), by value and form."""
 
 
 def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:

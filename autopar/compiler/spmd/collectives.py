@@ -139,11 +139,11 @@ class LocalCollective(NamedTuple):
     repeated: bool
     """The same was done before, and is done again to save memory."""
     invariant_trips: float
-    """In so many rounds of the loops around it its operand is the same: one run before them would do."""
+    """Rounds of the loops around it in which its operand is the same: one run before them would do."""
     combined: bool
     """The compiler combines it with others, so that they share their latency."""
     share: float
-    """Of the runs of its program those that come by here: one branch of several is taken."""
+    """The share of its program's runs that come by here: one branch of several is taken."""
 
     @property
     def scope(self) -> str:

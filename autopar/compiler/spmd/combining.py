@@ -30,7 +30,7 @@ class CombinedValues:
     given: frozenset[jc.Var]
     left: frozenset[jc.Var]
     again: frozenset[jc.Var]
-    """Of those given: what is read forward, so that a gather for the backward pass is another one, which waits."""
+    """Those of `given` that are read forward too: a gather for the backward pass is then another one, which waits."""
 
     def share(self, v: jc.Var, phase: str) -> bool:
         """Return whether a collective that brings a value into the form "stored", or that of a phase, is combined."""

@@ -21,7 +21,7 @@ from autopar.compiler.sharding.scaled_blocks import decode, encode
 from autopar.compiler.sharding.strategies import Strategy
 
 Groups = tuple[tuple[int, ...], ...]
-"""Which devices exchange with each other; None for all along the axes."""
+"""The devices that exchange with each other, in groups; None for all along the axes."""
 
 
 def compressed_sum(x: Any, strategy: Strategy, mesh: LogicalMesh) -> Any:

@@ -38,7 +38,7 @@ def position(axes: Axes, mesh: LogicalMesh) -> Any:
 
 
 def part_held(size: int, axes: Axes, mesh: LogicalMesh) -> tuple[Any, Any]:
-    """Where this device's part of a dimension begins, and how many places of it are no padding."""
+    """Return where this device's part of a dimension begins, and how many places of it are no padding."""
     counts = [mesh.shape[axis] for axis in axes]
     if size % math.prod(counts) == 0:
         part = size // math.prod(counts)

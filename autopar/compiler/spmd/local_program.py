@@ -169,7 +169,7 @@ class _Writer:
     every_form: bool
     produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
     free: dict[Any, jc.JaxprEqn] = field(default_factory=dict[Any, jc.JaxprEqn])
-    """By value the equation that every device may evaluate for itself."""
+    """The equation of each value that every device may evaluate for itself."""
     forms: dict[Value, Value] = field(default_factory=dict[Value, Value])
     actions: list[Action] = field(default_factory=list[Action])
     gathered: set[tuple[Value, Layout]] = field(default_factory=set[tuple[Value, Layout]])
