@@ -345,7 +345,7 @@ class Planned:
     scopes: tuple[str, ...] = ()
     """Those in the model that the plan was made to keep."""
     method: Method | Plan | Followed | None = None
-    """What it was planned by; None for what is planned by no method of its own."""
+    """The method that it was planned by; None for what is planned by no method of its own."""
 
     @cached_property
     def _program(self) -> Program:
@@ -353,7 +353,7 @@ class Planned:
 
     @cached_property
     def _on_paper(self) -> Program:
-        """What is simulated: the program without what its executables compute, unless that is known."""
+        """The program that is simulated: without what its executables compute, unless that is known."""
         return vars(self).get("_program") or passes.lower_step(self.trace, self.plan, on_paper=True)
 
     def lower(self) -> Lowered:

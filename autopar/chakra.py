@@ -43,7 +43,8 @@ _ATTRIBUTES = {
     "comm_tag": "int32_val",
     "duration_s": "double_val",
 }
-"""Of a node, as readers of the format know them; `duration_s` is ours, for durations are whole microseconds there."""
+"""Attributes of a node, as readers of the format know them, and their types. `duration_s` is ours: durations are whole
+microseconds there."""
 _FIELDS: Mapping[str, Sequence[tuple[str, int, str, bool]]] = {
     "AttributeProto": (
         ("name", 1, "string", False),
@@ -66,7 +67,7 @@ _FIELDS: Mapping[str, Sequence[tuple[str, int, str, bool]]] = {
         ("attr", 10, "AttributeProto", True),
     ),
 }
-"""By message: name, number and type of each field that is written, and whether it repeats. An enum is an int32."""
+"""Name, number and type of each field that is written, and whether it repeats, by message. An enum is an int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class _Span:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     waits: bool = True
-    """What follows on the mesh waits for it."""
+    """True if what follows on the mesh waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class _Messages(_Span):
 
 @dataclass(frozen=True, kw_only=True)
 class _Wait:
-    """What follows on the mesh waits for these values to be there."""
+    """A wait of all that follows on the mesh until these values are there."""
 
     reads: tuple[str, ...]
 
@@ -154,7 +155,7 @@ class _Builder:
     groups: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     tag: int = 0
     sent: dict[tuple[int, int], list[_Messages]] = field(default_factory=lambda: defaultdict(list))
-    """By source and destination mesh, what is on its way."""
+    """The messages on their way, by source and destination mesh."""
     known: dict[Any, tuple[tuple[int, int, int], ...]] = field(default_factory=dict[Any, Any])
 
     def build(self) -> list[list[_Span | _Wait]]:

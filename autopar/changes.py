@@ -26,13 +26,13 @@ from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, defa
 from autopar.plain_text import size_words
 
 GAIN = 1e-3
-"""Relative: what gains less is no fix."""
+"""Least relative gain of a fix."""
 SHORT_LIMIT_S = 0.2
-"""Of a search that only tells whether a change fits, and by how much."""
+"""Seconds of a search that only tells whether a change fits, and by how much."""
 _DOUBLINGS = 6
-"""Of the number of microbatches, until a plan fits."""
+"""Most doublings of the number of microbatches until a plan fits."""
 _A_LITTLE = 1e-6
-"""Relative: more memory than is needed, so that rounding does not matter."""
+"""Relative excess over the memory that is needed, so that rounding does not matter."""
 
 
 class Size(IntEnum):
@@ -47,7 +47,7 @@ class Size(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What is written instead, in words: `num_microbatches=8 (now 4)`; and all that is asked of planning with it."""
+    """The words to write instead, `num_microbatches=8 (now 4)`, and all that is asked of planning with them."""
 
     words: str
     size: Size
@@ -66,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What was asked of planning: the method, if it was none of the user's own plans, the devices, and the step."""
+    """The request to planning: the method, if it was none of the user's own plans, the devices, and the step."""
 
     method: Method | None
     cluster: Cluster

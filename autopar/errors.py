@@ -58,7 +58,7 @@ class MemoryTooSmall(InvalidArgument):
 
     @property
     def shortage(self) -> str:
-        """What is missing, and what takes the memory, without what helps."""
+        """The shortage in words: what is missing, and what takes the memory, without what helps."""
         if callable(self._shortage):
             self._shortage = self._shortage()
         return self._shortage

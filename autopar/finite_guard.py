@@ -36,7 +36,7 @@ class FiniteGuard:
     state_outputs: Mapping[int, int]
     """Output number -> number of the input that it replaces."""
     kinds: Callable[[Sequence[Any]], list[int]]
-    """Of arrays as the program takes and gives them: see `runtime.finite`."""
+    """Returns the kinds of arrays as the program takes and gives them: see `runtime.finite`."""
     load: Callable[[WatchedProgram], Callable[[Sequence[Any]], list[Any]]]
     """Loads the program that reports."""
 

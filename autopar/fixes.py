@@ -46,10 +46,10 @@ from autopar.plain_text import as_text, size_words
 _BUDGETS = 3
 """The larger budgets that are tried, each the least that was found to be enough by the one before."""
 _UNKNOWN_SHARE = 1.25
-"""Of a budget: the next larger one, where nothing says what is enough."""
+"""Factor from a budget to the next larger one, where nothing says what is enough."""
 _NUM_NAMED = 3
 QUICK_S, MOST_S = 5.0, 30.0
-"""Of the processor: an error of planning that took no longer looks for what fits, and begins nothing after so long."""
+"""Processor seconds: an error of planning that took no longer looks for what fits, and begins nothing after so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Fix:
     is_short: bool = False
     """True if memory is what a plan lacks."""
     least_share: float = math.nan
-    """Of one that does not fit: the multiple of the memory that was found to be enough; NaN if none was."""
+    """The multiple of the memory that was found to be enough for one that does not fit; NaN if none was."""
 
     @property
     def method(self) -> Method:
@@ -100,7 +100,7 @@ class Fixes:
 
     @property
     def better(self) -> tuple[Fix, ...]:
-        """What fits where the present plan does not, or is faster and fits."""
+        """The fixes that fit where the present plan does not, or are faster and fit."""
         here = self.now
         if here is None or not here.simulated.fits:
             return tuple(each for each in self.tried if each.fits)

@@ -41,11 +41,11 @@ class JitShardings:
 
     mesh: Mesh
     inputs: tuple[Any, ...]
-    """For every positional argument a tree of shardings, as `in_shardings` takes it."""
+    """A tree of shardings for every positional argument, as `in_shardings` takes it."""
     outputs: Any
     """A tree of shardings of the result, as `out_shardings` takes it."""
     input_specs: Mapping[str, PartitionSpec]
-    """By the name of the input (`state.params.h_0.kernel`) its layout."""
+    """The layout of each input, by its name (`state.params.h_0.kernel`)."""
     plan: Plan
     trace: Trace
 

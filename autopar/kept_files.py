@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_BYTES = 512 * 2**20
-"""That a directory may hold."""
+"""Most bytes that a directory may hold."""
 SHARE_LEFT = 0.75
-"""Of these, how much is left when files go."""
+"""Share of these bytes that is left when files go."""
 WRITES_PER_LOOK = 16
-"""So many names go by until the directory is measured again."""
+"""Names that go by until the directory is measured again."""
 
 
 def read_text(directory: Path, name: str) -> str | None:

@@ -39,10 +39,10 @@ ZERO_STAGES = (0, 1, 2, 3)
 """The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
 
 OFFLOADS = ("optimizer", "parameters", "activations")
-"""What may live in pinned memory of the hosts while no task uses it."""
+"""Values that may live in pinned memory of the hosts while no task uses them."""
 
 PLACEMENTS = ("intra_node_model", "intra_node_replica")
-"""What is within a host: the devices that share the work on an example, or the replicas."""
+"""The devices that lie within a host: those that share the work on an example, or the replicas."""
 
 KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
 """The kinds of parallelism to which a search can be restricted."""

@@ -72,7 +72,7 @@ class DataParallel:
     """
 
     divides: ClassVar[tuple[str, ...]] = ("batch",)
-    """What it divides among the devices wherever a size allows."""
+    """The values that it divides among the devices wherever a size allows."""
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"

@@ -7,7 +7,7 @@ import io
 from rich.console import Console, RenderableType
 
 WIDTH = 110
-"""Of a line, in characters."""
+"""Width of a line, in characters."""
 
 
 def as_text(shown: RenderableType, width: int = WIDTH) -> str:

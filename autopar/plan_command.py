@@ -242,7 +242,7 @@ def _made(name: str) -> Sequence[Any]:
 
 @contextmanager
 def _told_of(words: str, advice: str = "") -> Generator[None]:
-    """Say what the user's code raised, and on which of its lines, in place of a traceback."""
+    """Report what the user's code raised, and on which of its lines, in place of a traceback."""
     try:
         yield
     except AutoparError:

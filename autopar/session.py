@@ -177,7 +177,7 @@ def step_timeout_s() -> float:
 
 
 def host_leaves(host: str, *, in_s: float) -> None:
-    """Say that a host of the Ray cluster goes in so many seconds, as a cloud's warning before it takes a machine back.
+    """Announce that a host of the Ray cluster goes in so many seconds, as clouds warn before they take a machine back.
 
     `autopar.fit(elastic=...)` ends the step under way, moves the state to other hosts, and ends its processes there;
     where fewer others than it may use are left, it trains on until the host is gone. May be called on any thread, and

@@ -75,7 +75,7 @@ class SimulationReport:
     counts_temporaries: bool
     """True if the peaks include what executables need while they run, and not only the values between them."""
     model_flops: float
-    """Of the whole step as it was written: nothing that is computed again counts twice."""
+    """FLOPs of the whole step as it was written: nothing that is computed again counts twice."""
     dtype: str
     """The type in which most of its products are computed."""
     peak_flops: float

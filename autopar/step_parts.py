@@ -79,7 +79,7 @@ class TaskParts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What the critical path of a step is made of."""
+    """The parts of the critical path of a step."""
 
     tasks: tuple[TaskParts, ...]
     transfers: tuple[tuple[TransferPart, int], ...]

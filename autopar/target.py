@@ -1,4 +1,4 @@
-"""Where a traced step comes from, and where it is to run."""
+"""Keep where a traced step comes from, and where it is to run."""
 
 from __future__ import annotations
 

@@ -31,18 +31,18 @@ from autopar.compiler.analysis.compiled_collectives import CollectiveCheck
 from autopar.plain_text import as_text
 
 _TIMES_ROUNDING = 2.0
-"""A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
+"""Largest difference of a result, in multiples of the change that moved arguments cause, as roots of summed squares."""
 _MOVED_BY = 16
 """Rounding errors by which arguments are moved: a step adds up more than one."""
 _MOST_MOVED = 1 / 8
-"""Of several rounding errors: that of bfloat16. A step on arguments moved by more says nothing of them."""
+"""Largest relative move, several rounding errors of bfloat16: a step on arguments moved further tells nothing."""
 _IMPRECISE = 1.0
-"""A result may differ by so many times that change without being called imprecise."""
+"""Largest difference, in multiples of that change, of a result that is not called imprecise."""
 _PER_ROOT = 1.0
-"""And by so many rounding errors for the root of the number of terms in a sum, which err in all directions."""
+"""Rounding errors that are allowed besides, per root of the number of terms in a sum, which err in all directions."""
 
 _ELSEWHERE = (1.0, 2.0, 4.0)
-"""How many times as large as the given arguments the others are."""
+"""Sizes of the other arguments, as multiples of the given ones."""
 
 _BLOCK = 2**16
 """Entries of a leaf that are compared at a time."""
@@ -140,7 +140,7 @@ class Point:
     """The results of a step and of its plan for the same arguments, leaf by leaf."""
 
     before: Leaves
-    """By result the argument that it replaces; None where it is new."""
+    """The argument that each result replaces; None where it is new."""
     expected: Leaves
     results: Leaves
     rounded: Callable[[], Leaves]
@@ -155,13 +155,13 @@ class Point:
 
     @cached_property
     def distances(self) -> Sequence[_Distances]:
-        """What the checks read of each leaf, measured once: a leaf may be large."""
+        """The figures of each leaf that the checks read, measured once: a leaf may be large."""
         return [_distances(self, n) for n in range(len(self.expected))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Distances:
-    """Of a leaf of a step's result, computed in 64 bits: its own size, its change, and the plan's difference.
+    """The size, the change, and the plan's difference of a leaf of a step's result, computed in 64 bits.
 
     Largest entries, and roots of the sum of squares.
     """
@@ -175,7 +175,7 @@ class _Distances:
     change: float
     difference: float
     moved: float
-    """Of the results for `rounded_arguments` from those for the arguments."""
+    """The difference of the results for `rounded_arguments` from those for the arguments."""
     noise: float
     """The same without what their arguments differ by."""
 

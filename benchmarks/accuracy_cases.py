@@ -80,7 +80,7 @@ class Case:
 
     @property
     def site(self) -> str:
-        """What ran the step, of any release, on one host or several of a hardware: these are calibrated together."""
+        """The software that ran the step, of any release, and on which hosts: its cases are calibrated together."""
         return f"{self._setting} of {self.row['hw']}"
 
     @property

@@ -53,12 +53,12 @@ class Habits:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerSettings:
-    """What a program's software sets that its compiler's defaults do not."""
+    """Settings of a program's software that its compiler's defaults do not have."""
 
     combined_bytes: float | None = None
     """Sums are one collective up to that; None: as the compiler has it."""
     memory_share: float = 1.0
-    """Of a device's memory, what the program may take."""
+    """The share of a device's memory that the program may take."""
 
 
 EAGER_S = 10e-6
@@ -139,7 +139,7 @@ def habits_of(framework: str) -> Habits | None:
 
 
 def compiler_settings_of(stack: str, notes: str) -> CompilerSettings:
-    """What the software of a JAX program sets, with the threshold of sums that a row's notes name."""
+    """Return the settings of a JAX program's software, with the threshold of sums that a row's notes name."""
     known = (settings for pattern, settings in COMPILERS if re.search(pattern, stack.lower()))
     settings = next(known, CompilerSettings())
     said = re.search(r"all_reduce_threshold set to (\d+) MiB", notes)

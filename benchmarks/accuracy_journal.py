@@ -23,7 +23,7 @@ from benchmarks.accuracy_rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What was predicted of a row, in seconds and bytes, or the reason that it cannot be."""
+    """The prediction for a row, in seconds and bytes, or the reason that there can be none."""
 
     step_s: float = 0.0
     peak_bytes: float = 0.0

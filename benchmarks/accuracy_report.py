@@ -66,11 +66,11 @@ class Predicted:
     case: Case
     step_s: float
     peak_bytes: float
-    """What the step needs of a device's memory."""
+    """Bytes that the step needs of a device's memory."""
     tensor_bytes: float = 0.0
-    """Of the peak, what tensors take."""
+    """Bytes that tensors take of the peak."""
     cached_bytes: float = 0.0
-    """What an allocator keeps beside the peak, as long as there is room: it is given back before memory runs out."""
+    """Bytes that an allocator keeps beside the peak while there is room: it gives them back before memory runs out."""
 
     @property
     def recorded_bytes(self) -> float:

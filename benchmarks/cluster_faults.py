@@ -148,7 +148,7 @@ SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.S
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What to break in which of how many processes, how training goes on, and the error if it does not."""
+    """A fault: the act in which of how many processes, how training goes on, and the error if it does not."""
 
     phase: str
     act: str

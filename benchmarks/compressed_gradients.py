@@ -40,7 +40,7 @@ _METHOD = autopar.Megatron(data=8)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a type of gradients gives; bytes of one device and step."""
+    """The figures of a type of gradients; bytes are those of one device and step."""
 
     dtype: str
     losses: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Say what a host adds to a task whose kernels it launches one by one: eager PyTorch beside a device.
+"""Add to a task what its host takes that launches its kernels one by one: eager PyTorch beside a device.
 
     seconds of a task  =  (device^p + host^p)^(1/p), p = 2.5
     host               =  layers x (kernels + collectives x (1 + 1.6 x (1/2 + … + 1/n))) x launch

@@ -238,7 +238,7 @@ def _scaled_link(machine: Machine, scalars: Scalars) -> Link:
 
 
 class StepKey(NamedTuple):
-    """What the train step of a case is made of: those with the same are best priced one after the other."""
+    """All that the train step of a case is made of: those with the same are best priced one after the other."""
 
     model: Transformer
     batch: int

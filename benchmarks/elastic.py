@@ -95,7 +95,7 @@ def batch_of(number: int) -> dict[str, np.ndarray[Any, Any]]:
 
 @dataclass(kw_only=True)
 class Event:
-    """What happened to the cluster after which step, and what came of it."""
+    """An event of the cluster: what happened after which step, and what came of it."""
 
     what: str
     step: int
@@ -159,7 +159,7 @@ class Disturbances:
 
     @property
     def is_over(self) -> bool:
-        """Whether all events have been absorbed, or the last one for which there was time."""
+        """True if all events have been absorbed, or the last one for which there was time."""
         ended = len(self.events) == self.count or time.monotonic() > self.until_s
         return ended and (not self.events or self.events[-1].to_next_step_s is not None)
 
@@ -189,7 +189,7 @@ class Disturbances:
         return True
 
     def _absorbed(self) -> bool:
-        """Whether training goes on with the processes that the last event left."""
+        """Return whether training goes on with the processes that the last event left."""
         there = {node.node_id for node in self.nodes.there if node is not self._leaving}
         return set(ray_session().hosts.node_names) == there
 
@@ -230,7 +230,7 @@ class Disturbances:
 
 
 def is_whole(state: Any, nodes: Sequence[str]) -> bool:
-    """Whether every shard of a state lies on one of these nodes; of one that is not on the cluster nothing is lost."""
+    """Return whether every shard of a state lies on one of these nodes, or it is not on the cluster at all."""
     if not all(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(state)):
         return True
     session = ray_session()

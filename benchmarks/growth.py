@@ -40,7 +40,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the process holds after so many calls."""
+    """The objects and the memory that the process holds after so many calls."""
 
     calls: int
     compiled: int
@@ -93,7 +93,7 @@ def grow(num_shapes: int, num_calls: int) -> tuple[autopar.Step, list[Held]]:
 
 
 class StorageDown(Exception):
-    """What a loader raises now and then."""
+    """The error that a loader raises now and then."""
 
 
 class Loader:
@@ -119,7 +119,7 @@ class Loader:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What became of trainings: restarts, the largest difference from plain `jax.jit`, and what was held on the way."""
+    """The outcome of trainings: restarts, the largest difference from plain `jax.jit`, and what was held on the way."""
 
     steps: int
     restarts: int

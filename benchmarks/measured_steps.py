@@ -44,7 +44,7 @@ from benchmarks.models.workload import State, Workload
 from benchmarks.overhead import describe_machine, median_interval
 
 ALLOWED, CALIBRATED = 0.10, 0.05
-"""What is asked for: how far a step may be off by figures of a machine file, and by those measured on the device."""
+"""Largest errors of a step that are asked for: by figures of a machine file, and by those measured on the device."""
 _LLAMA = Llama(
     num_layers=16, width=2048, num_heads=32, num_kv_heads=8, hidden=8192, sequence=2048, batch=4, scanned=False
 )

@@ -188,7 +188,7 @@ def _ends(case: Case) -> tuple[str, str]:
 
 
 def _summary(found: Sequence[Case]) -> Iterator[str]:
-    """Say how many cases are near, over all and by target."""
+    """Yield in words how many cases are near, over all and by target."""
     for name in ("all", *sorted({case.target for case in found})):
         mine = [case for case in found if name in ("all", case.target)]
         errors = [abs(case.error) for case in mine]

@@ -107,7 +107,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a mutant: "numbers", "collectives", "refused" or "raised" if it was caught, or "escaped".
+    """The outcome of a mutant: "numbers", "collectives", "refused" or "raised" if it was caught, or "escaped".
 
     The kind of a sound program is "none", and its verdict "sound" or "alarm"; CPU seconds.
     """

@@ -56,7 +56,7 @@ MESHES = ("8", "2x4", "4x2", "2x2x2")
 NUM_TIMED = 3
 OURS = "autopar"
 MOST = 1.02
-"""What a faster plan may need of bytes sent, written or kept, as a multiple of what the fastest by hand needs."""
+"""Most that a faster plan may need of bytes sent, written or kept, in multiples of the need of the fastest by hand."""
 BESIDE_FASTEST = ("sent_ratio", "written_ratio", "memory_ratio")
 
 

@@ -82,7 +82,7 @@ MEASURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a measure makes of a model, in GB (10^9 bytes) and seconds."""
+    """The figures of a model under a measure, in GB (10^9 bytes) and seconds."""
 
     model: str
     measure: str

@@ -1,4 +1,4 @@
-"""What every example here ends with: its training by `jax.jit` and by autopar, side by side."""
+"""Train by `jax.jit` and by autopar, side by side: every example here ends with it."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ if "XLA_FLAGS" not in os.environ:  # This only adds devices to the CPU; accelera
 import autopar
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What stands above a train step: `jax.jit` or its like, or `autopar.parallelize`."""
+"""Transforms a train step: `jax.jit` or its like, or `autopar.parallelize`."""
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""What cuDNN's kernels of attention compute, as plain operations: steps that have them then run on CPUs.
+"""Compute cuDNN's kernels of attention by plain operations: steps that have them then run on CPUs.
 
 Scores of one example and head: s = scale · q kᵀ + bias, what the mask hides -inf. The result is softmax(s) v, the
 statistics are logsumexp(s), and the gradients are those of the result.

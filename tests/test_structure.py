@@ -1,6 +1,7 @@
 """The structure of the package: what imports what, and that importing costs nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
+WRITTEN = ("autopar", "benchmarks", "tests", "examples")
+INDIRECT = re.compile(r"\s*(What|Whether|Say)\b")
 
 # Each may import only those before it. `compiler` and `runtime` do not know each other either, see below.
 PACKAGES = (
@@ -234,6 +237,23 @@ def test_files_open_with_their_idea():
     docstrings = {place(path): ast.get_docstring(cast(ast.Module, nodes(path)[0])) for path in FILES}
     first_lines = {path: (docstring or "").partition("\n")[0] for path, docstring in docstrings.items()}
     assert not {path: line for path, line in first_lines.items() if not line.endswith((".", ":"))}
+
+
+def test_docstrings_begin_with_their_subject_or_verb():
+    files = (path for folder in WRITTEN for path in sorted((PACKAGE.parent / folder).rglob("*.py")))
+    assert not [
+        f"{path.relative_to(PACKAGE.parent)}:{line}: {text}"
+        for path in files
+        for line, text in standing_strings(path)
+        if INDIRECT.match(text)
+    ]
+
+
+def standing_strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a file and the strings beneath its fields and constants, each with its line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def test_files_have_names_that_say_something():

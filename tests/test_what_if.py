@@ -1,4 +1,4 @@
-"""What another choice would give is what it gives: each answer is compared with a plan made anew."""
+"""The predicted effect of another choice is its real effect: each answer is compared with a plan made anew."""
 
 import json
 import math

@@ -22,18 +22,18 @@ from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.runtime.timeline import Event, InstructionTime, Timeline
 
 Answer = PlanDifference | Explanation | CollectiveCauses
-"""Of a question about a plan, as `what_if`, `diff` and `explain` return it."""
+"""An answer to a question about a plan, as `what_if`, `diff` and `explain` return it."""
 
 _MOST_EVENTS = 20_000
-"""Of a timeline: with more, those that no screen can tell apart are shown as one."""
+"""Most events of a timeline: with more, those that no screen can tell apart are shown as one."""
 _MOST_POINTS = 2_000
-"""Of the memory of one mesh over time."""
+"""Most points of the memory of one mesh over time."""
 _MOST_CAUSES = 40
-"""Collectives of one answer, those that take longest."""
+"""Most collectives of one answer, those that take longest."""
 _COLUMNS = 4_000
 """Parts of a step that a screen can tell apart."""
 _Row = tuple[int, float, float, str, str, float]
-"""What is drawn: mesh, start, stop, kind, label and collective seconds."""
+"""A row that is drawn: mesh, start, stop, kind, label and collective seconds."""
 
 
 def plan_page(

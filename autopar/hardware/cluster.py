@@ -30,7 +30,7 @@ from autopar.plain_text import size_words
 
 
 class DeviceKind(NamedTuple):
-    """What a process says of a device: its kind, as JAX names it, and the bytes that JAX may take of its memory."""
+    """A device's kind, as JAX names it, and the bytes of its memory that JAX may take, as a process tells them."""
 
     name: str
     memory_bytes: float | None = None
@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def jax_limit(self) -> str:
-        """In words, that JAX may not take all of the memory of each device; "" where it may, or none tells."""
+        """A warning in words that JAX may not take all memory of each device; "" where it may, or none tells."""
         machine = self._machine or Machine.find(self.kind)
         if self._memory_bytes is None or machine is None or self._memory_bytes >= machine.memory_bytes:
             return ""
@@ -162,7 +162,7 @@ class Cluster:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the devices are of several groups."""
+        """True if the devices are of several groups."""
         return len(self._parts) > 1
 
     @property
@@ -295,7 +295,7 @@ class Cluster:
         return Cluster.of_groups(groups) if groups else Cluster(num_devices=0, kind="")
 
     def with_devices(self, num_devices: int) -> Cluster:
-        """As many devices of the same machine; `InvalidArgument` if there are several machines."""
+        """Return so many devices of the same machine; `InvalidArgument` if there are several machines."""
         machine = self.machine if self.is_mixed else self._machine
         return Cluster(num_devices=num_devices, kind=self.kind, machine=machine, memory_bytes=self._memory_bytes)
 

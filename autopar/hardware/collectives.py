@@ -58,7 +58,7 @@ class NetworkLevel(NamedTuple):
     exchange_bandwidth: float
     """Bytes/s that one device sends to all others at once, all of them sending."""
     tree_share: float = 0.0
-    """Of the bandwidth of a ring, the share that a sum along a tree reaches; 0: there are no trees."""
+    """The share of a ring's bandwidth that a sum along a tree reaches; 0: there are no trees."""
 
 
 class CollectiveTime(NamedTuple):

@@ -61,7 +61,7 @@ class Link:
     """
 
     latency_s: float
-    """Of one step of a collective, or one transfer, between two devices."""
+    """Seconds of one step of a collective, or of one transfer, between two devices."""
     bandwidth: float
     """Bytes/s that one device sends in large messages, all devices sending: the bus bandwidth of a ring."""
     ramp_bytes: float
@@ -71,7 +71,7 @@ class Link:
     exchange_bandwidths: tuple[tuple[int, float], ...] = ()
     """Bytes/s that one device of a group sends to all others at once, where wires do not join every pair."""
     tree_share: float = 0.0
-    """Of the bandwidth of a ring, the share that sums along a tree reach, above 1 where switches sum; 0: no trees."""
+    """The share of a ring's bandwidth that sums along a tree reach, above 1 where switches sum; 0: no trees."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no link has."""
@@ -144,7 +144,7 @@ _RULES = (
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
     *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
 )
-"""What is said of the compiler for a machine."""
+"""The fields that say how the compiler for a machine works."""
 _POSITIVE = (
     *("in_step_share", "narrow_share", "batched_share", "unaligned_share", "reducing_share"),
     *("piece_bytes", "erf_flops"),
@@ -204,7 +204,7 @@ class Machine:
     matmul_half_flops: float
     """FLOPs of one product at which half of that rate is reached."""
     kernel_s: float
-    """From the start of one kernel to that of the next, where both do nothing."""
+    """Seconds from the start of one kernel to that of the next, where both do nothing."""
     intra: Link
     """Inside a fast domain: NVLink, PCIe or ICI."""
     inter: Link
@@ -217,21 +217,21 @@ class Machine:
     product_workspace_bytes: float = 0.0
     """Memory that a kernel of a matrix product gets while it runs, besides its operands and result."""
     in_step_share: float = 1.0
-    """Of the rate that one large product reaches alone, the share that products reach within a step: above 1 where a
-    product alone draws so much power that clocks fall."""
+    """The share of the rate of one large product alone that products reach within a step: above 1 where a product alone
+    draws so much power that clocks fall."""
     convolution_share: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    """Of the rate of products within a step, the share that convolutions reach, by the same types; 1 if left out."""
+    """The share of the rate of products within a step that convolutions reach, by the same types; 1 if left out."""
     narrow_share: float = 1.0
-    """Of the rate of convolutions, the share that those reach whose images have fewer channels than 16 bytes hold: by
+    """The share of the rate of convolutions that those reach whose images have fewer channels than 16 bytes hold: by
     the FLOPs of so many channels, which libraries pad them to."""
     batched_share: float = 1.0
-    """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
+    """The share of the rate of products within a step that products with batch dimensions reach: 1 where the compiler
     tunes them. Those that it does not tune write their result once they have computed it."""
     unaligned_share: float = 1.0
-    """Of the rate of products, the share that those reach whose rows are no multiples of 8 numbers long; 1 where the
+    """The share of the rate of products that those reach whose rows are no multiples of 8 numbers long; 1 where the
     compiler pads them."""
     reducing_share: float = 1.0
-    """Of the memory bandwidth, the share that kernels with reductions reach."""
+    """The share of the memory bandwidth that kernels with reductions reach."""
     piece_bytes: float = 64.0
     """Bytes that memory takes in the time of a shorter piece, as transposed copies write that have few numbers
     innermost."""
@@ -281,8 +281,8 @@ class Machine:
     combined_bytes: float = 30 * 2.0**20
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
     compiler_share: float = 0.0
-    """Of the memory, what XLA plans with: where a program needs more, it computes some values again instead of keeping
-    them; above 1 where JAX may take less than that of a device; 0: it does not."""
+    """The share of the memory that XLA plans with: where a program needs more, it computes some values again instead of
+    keeping them; above 1 where JAX may take less than that of a device; 0: it does not."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     launch_s: float = 0.0

@@ -37,13 +37,13 @@ _AXIS, _GROUPS = "devices", "groups"
 _REPETITIONS = 3
 _CALLS = 50
 _ARRAYS = 100
-"""What a task of a model of some layers is given: weights, gradients so far and activations."""
+"""Number of arrays that a task of a model of some layers is given: weights, gradients so far and activations."""
 _SMALL = 64
 """Rows and columns of a small product."""
 _IN_A_ROW = 256
 """Rows and columns of the products of executables in a row, at the least: as many more as take `_AHEAD_S`."""
 _MOST_IN_A_ROW, _AHEAD_S = 8192, 1e-3
-"""How many at the most, and so long that the host is ahead: devices wait for no start of an executable."""
+"""Most rows and columns, and the seconds of a product for which the host is ahead: devices wait for no executable."""
 _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
 _FIRST_OF_UNITS = 3
@@ -53,16 +53,16 @@ _WORKS_IN_A_ROUND = 32
 _FEW_WORKS = 8
 """The same for works of a fraction of a millisecond and more."""
 _MOST_PASSES = 64
-"""Through memory, between two products."""
+"""Numbers that go through memory between two products."""
 _WIDTH = 1024
 """Numbers in a row that is reduced."""
 _PIECE_NUMBERS, _STACKED, _COPIES = 4, 16, 4
 """Numbers of a dimension that a copy moves innermost, how many matrices it copies so, and how many more copies."""
 PIECE_BYTES, WRITTEN_SHARE = 4.0 * _PIECE_NUMBERS, 2 / 3
-"""What such a copy writes at once, in float32, and of what it reads and writes the share that it writes."""
+"""Bytes that such a copy writes at once, in float32, and the share that it writes of what it reads and writes."""
 _SIDES, _CHANNELS = (56, 28, 14, 7), (160, 512, 640, 2048)
-"""Of images between the convolutions of a network, and their channels: kernels of libraries are faster where these are
-powers of two, as they are in some networks and in others not. For fewer images, as many fewer channels."""
+"""Sides of images between the convolutions of a network, and their channels: kernels of libraries are faster where
+these are powers of two, as they are in some networks and in others not. For fewer images, as many fewer channels."""
 _MOST_IMAGES, _CHANNELS_OF_A_LOAD = 64, 8
 _NETWORKS_MORE = 1
 
@@ -76,11 +76,11 @@ class Measurement:
     what: str
     dtype: str
     nbytes: float
-    """As in `Machine.matmul_s`, `memory_s`, `collective_s` and `transfer_s`."""
+    """Bytes, as in `Machine.matmul_s`, `memory_s`, `collective_s` and `transfer_s`."""
     seconds: float
     flops: float = 0.0
     group_size: int = 1
-    """Of a collective or a transfer; of "at once" the devices at work."""
+    """Devices of a collective or a transfer; of "at once" the devices at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class Effort:
     max_sizes: int
     dtypes: tuple[str, ...]
     array_bytes: int = 2**28
-    """Of an array that kernels of one size only go through."""
+    """Bytes of an array that kernels of one size only go through."""
     images: int = _MOST_IMAGES
-    """Of convolutions in 16 bits."""
+    """Images of convolutions in 16 bits."""
 
     @staticmethod
     def of(*, quick: bool) -> Effort:
@@ -230,7 +230,7 @@ def reductions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
 
 
 def _softmax_gradient(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """As where a layer is computed again, from what the softmax is of: once for the sums, once for the result."""
+    """Compute it as where a layer is computed again, from the softmax's input: once for sums, once for the result."""
     x, g = carried
     _, backward = jax.vjp(jax.nn.softmax, x)
     return x, *backward(g)
@@ -251,7 +251,7 @@ def _normalized(carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _summed_columns(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """What is computed of an array, and its sum over rows: the gradient of what was added to all of them."""
+    """Compute something of an array, and its sum over rows: the gradient of what was added to all of them."""
     x, row = carried
     y = _passed(x) + row
     return y, y.mean(0, keepdims=True) / 4
@@ -398,7 +398,7 @@ def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:
 
 
 def _executions(devices: Sequence[Any], _: Effort) -> list[Measurement]:
-    """What some products take longer as executables in a row than as one, the host being ahead of the devices."""
+    """Measure the seconds that products take longer as executables in a row than as one, with the host ahead."""
     each = _on_each(lambda x, others: (jax.nn.softmax(x @ x), [y + 1.0 for y in others]), devices)
     others = [_made(lambda: jnp.ones(len(devices), jnp.float32), devices)] * _ARRAYS
     one = jax.jit(each)

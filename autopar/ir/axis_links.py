@@ -35,7 +35,7 @@ class AxisLinks:
     """The rings along every choice of axes of a mesh that has slower links between fast domains than inside of them."""
 
     inside: tuple[int, ...]
-    """By axis, how many of its devices, next to each other, are in one fast domain."""
+    """The number of devices along each axis, next to each other, that are in one fast domain."""
     rings: tuple[Ring, ...]
 
     def ring(self, axes: tuple[int, ...]) -> Ring:

@@ -33,11 +33,11 @@ class Hosts:
 
     of_mesh: tuple[frozenset[int], ...]
     dispatch_s: Mapping[int, float]
-    """By host, the seconds to start one executable, or to send or take one value."""
+    """The seconds to start one executable, or to send or take one value, by host."""
     shares: tuple[Mapping[int, float], ...] = ()
-    """By mesh and host, the share of its compute that the mesh takes alone, of hosts whose devices share it."""
+    """The share of a host's compute that a mesh takes alone, by mesh and host, of hosts whose devices share it."""
     execution_s: tuple[float, ...] = ()
-    """By mesh, the seconds of its devices that one executable more takes besides its work; empty where none does."""
+    """The seconds of its devices that one executable more takes besides its work, by mesh; empty where none does."""
 
     @classmethod
     def of_devices(cls, devices: Sequence[Sequence[int]], cluster: Cluster) -> Hosts:
@@ -134,7 +134,7 @@ class Clocks:
 
 
 class Executables:
-    """What the executables of a step take besides their work, one after another."""
+    """The seconds that the executables of a step take besides their work, one after another."""
 
     def __init__(self, hosts: Hosts | None) -> None:
         self._execution_s = () if hosts is None else hosts.execution_s
@@ -147,7 +147,7 @@ class Executables:
 
 
 _NONE_LEFT = 1e-9
-"""Of a host's compute: less than that is what rounding leaves."""
+"""Share of a host's compute: less than that is what rounding leaves."""
 
 
 class SharedCompute:

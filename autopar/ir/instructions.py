@@ -19,7 +19,7 @@ from autopar.ir.tasks import Task
 
 KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 Memory = Literal["device", "host"]
-"""Where a value lives: in the memory of its mesh's devices, or in pinned memory of their hosts."""
+"""The memory that a value lives in: that of its mesh's devices, or pinned memory of their hosts."""
 LISTED = 6  # A listing shows this many names of a longer list, then how many follow.
 
 
@@ -64,7 +64,7 @@ class Executable:
     flops: float = 0.0
     bytes_accessed: float = 0.0
     host_bytes: int = 0
-    """What it keeps on the host for each device while it runs, by transfers of its own."""
+    """Bytes that it keeps on the host for each device while it runs, by transfers of its own."""
     # A ClosedJaxpr, which neither compares nor pickles.
     jaxpr: Any = field(default=None, compare=False, repr=False)
     # Its jaxpr with callbacks that keep what they raise, so that other devices do not wait in vain; None without any.

@@ -24,7 +24,7 @@ class MemoryPart(NamedTuple):
 
     category: Category
     name: str
-    """Of an input, its path; of activations, the scope of their layer; of all else, what made it."""
+    """The path of an input, the scope of the layer of activations, or else what made it."""
     nbytes: float
 
 

@@ -46,7 +46,7 @@ from autopar.plain_text import as_text, microbatches_in_words
 PLAN_FORMAT = 4
 
 HOST_VALUES = ("activations", "gradients")
-"""What a step makes that can be on the hosts while no task uses it."""
+"""Values of a step that can be on the hosts while no task uses them."""
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Plan:
     host_state: tuple[tuple[str, ...], ...] = ()
     """Inputs that live in pinned memory of the host between steps, in the parts in which an update brings them in."""
     host_values: tuple[str, ...] = ()
-    """What the step makes and keeps there while no task uses it: "activations", "gradients" (their sums)."""
+    """Values of the step that are there while no task uses them: "activations", "gradients" (their sums)."""
     reduce_dtype: str | None = None
     """The type in which gradients of fewer bits are summed over devices and microbatches; None: their own."""
 
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """What is in the memory of the hosts: names of inputs, and kinds of what the step makes."""
+        """The values in the memory of the hosts: names of inputs, and kinds of what the step makes."""
         return (*(name for part in self.host_state for name in part), *self.host_values)
 
     @property

@@ -44,11 +44,11 @@ class PlannedCollective:
     repeated: bool = False
     """The same was done before, and is done again to save memory: a compiler may merge the two."""
     invariant_trips: float = 1.0
-    """In so many rounds of the loops around it its operand is the same: a compiler may run it once for them all."""
+    """Rounds of the loops around it in which its operand is the same: a compiler may run it once for them all."""
     line: str = ""
     """The user's line that needs it, or that made what it is for, as `model.py:41 (attention)`; empty for none."""
     reach: str = "all"
-    """Between whom along the axes: "all", the devices "inside" a fast domain, or one of each "across" domains."""
+    """The devices along the axes that exchange: "all", those "inside" a fast domain, or one of each, "across" them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from autopar.runtime.timeline import Event, Timeline, Transfer
 
 _SAME = 1e-9
-"""Of the step: times no further apart are one."""
+"""Share of the step: times no further apart are one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,11 +57,11 @@ class ArgumentTypes:
 
     program: str
     count: int
-    """So many are taken; those that the program does not read are among them."""
+    """Number of arguments that are taken; those that the program does not read are among them."""
     exactly: bool
-    """More are refused; not so where nobody named the arguments."""
+    """True if more are refused; not so where nobody named the arguments."""
     types: Mapping[int, ArgumentType]
-    """Of those that the program reads."""
+    """The types of those that the program reads."""
 
     def check(self, arguments: Sequence[Any]) -> None:
         """Raise `InvalidArgument` for another number, shape or dtype, and `DonatedBuffer` for an array that is gone."""

@@ -195,7 +195,7 @@ class InstructionTime:
     start_s: float
     stop_s: float
     is_task: bool
-    """Whether it computed, and did not send or receive."""
+    """True if it computed, and did not send or receive."""
 
 
 def instruction_name(instruction: Instruction) -> str:

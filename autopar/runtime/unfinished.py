@@ -1,4 +1,4 @@
-"""Which instruction of a step has not ended: asked while it runs, or when it takes longer than it may.
+"""Find the instruction of a step that has not ended: asked while it runs, or when it takes longer than it may.
 
 a Run, when it is started       ->  a marker: a number that is there when the instruction has ended
 instructions, markers, asked    ->  the first that has not ended, and what it reads of other meshes

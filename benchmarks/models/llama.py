@@ -210,7 +210,7 @@ def _layer(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
 
 
 def through_experts(model: Llama, x: jax.Array, weights: Tree) -> jax.Array:
-    """What the chosen experts make of x [batch, sequence, embed]; tokens of one lie behind each other."""
+    """Return the result of the chosen experts for x [batch, sequence, embed]; tokens of one lie behind each other."""
 
     def at_experts(tokens: jax.Array) -> jax.Array:
         return tokens if model.sharding is None else jax.lax.with_sharding_constraint(tokens, model.sharding)

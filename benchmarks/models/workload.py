@@ -49,8 +49,8 @@ class Workload:
     """Of one step; images, for a classifier of images."""
     statistics: Tree = field(default_factory=dict[str, Any])  # of Array
     updates_in_place: bool = False
-    """What replaces a parameter of 16 bits reads it, and so gets its memory: no step as users write it does, but where
-    an executor hands what it replaces to the update, it needs no more memory than such a step."""
+    """True if what replaces a parameter of 16 bits reads it, and so gets its memory. No step as users write it does.
+    But where an executor hands what it replaces to the update, it needs no more memory than such a step."""
 
     @property
     def batch_size(self) -> int:

@@ -10,7 +10,7 @@ from benchmarks.attention_kernels import SHAPES, Shape, Timed, main, modelled_us
 
 KEPT = Path(__file__).parents[2] / "benchmarks/results" / "attention-kernels-h100-2026-11-26.json"
 ROUND_US = 30
-"""What a GPU waits for its host after each round of a loop: those of the kept file have one forward kernel."""
+"""Microseconds that a GPU waits for its host after each round of a loop: one forward kernel in the kept file."""
 
 
 def rows():

@@ -1,4 +1,4 @@
-"""What a host adds to a task whose kernels it launches one by one."""
+"""A host adds time to a task whose kernels it launches one by one."""
 
 from dataclasses import replace
 

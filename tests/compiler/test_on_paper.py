@@ -1,4 +1,4 @@
-"""What is simulated is the program that runs, without what its executables compute."""
+"""The simulated program is the one that runs, without what its executables compute."""
 
 from dataclasses import replace
 

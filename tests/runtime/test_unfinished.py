@@ -1,4 +1,4 @@
-"""What has not ended is named by its first instruction, and nothing is waited for longer than it may take."""
+"""The first instruction that has not ended is named, and nothing is waited for longer than it may take."""
 
 import jax
 import jax.numpy as jnp

@@ -207,7 +207,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(tmp
 
 
 def cut_short(path: Path, *, only: str = "") -> None:
-    """What a storage leaves that said it had written all, and lost the second half of each file, or of one."""
+    """Leave files as a storage does that said it had written all: it lost the second half of each file, or of one."""
     for file in path.rglob("*"):
         if file.is_file() and only in file.name:
             os.truncate(file, file.stat().st_size // 2)

@@ -50,7 +50,7 @@ def test_workers_of_ray_train_go_on_from_the_checkpoint_after_a_failure(tmp_path
 
 
 class FakeContext:
-    """What Ray Train says of a group of three workers."""
+    """Ray Train's context for a group of three workers."""
 
     def get_world_size(self):
         return 3

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.session import RaySession
 
 _SAY_S = 10.0
-"""So long a process has to say what it holds; one that died is known at once, one that was stopped says nothing."""
+"""Seconds in which a process has to say what it holds: one that died is known at once, a stopped one says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def gather(session: RaySession, values: Sequence[DistributedArray]) -> list[Hand
 def holders(
     places: Sequence[Placed], held: Mapping[int, Sequence[Sequence[ShardRequest]]]
 ) -> list[dict[Box, tuple[int, ShardRequest]]] | None:
-    """By value and range, one process that holds it, of what each process holds; None if a range has none."""
+    """Return one process that holds each value's range, by value and range; None if a range has none."""
     chosen: list[dict[Box, tuple[int, ShardRequest]]] = []
     for number, placed in enumerate(places):
         boxes = [piece.device_boxes() for piece in placed.pieces]

@@ -59,7 +59,7 @@ class Host:
 
     def __init__(self) -> None:
         self.programs: dict[int, HostProgram] = {}
-        """By the driver's numbers, in the order in which they were loaded."""
+        """The programs by the driver's numbers, in the order in which they were loaded."""
         self._values: dict[int, Values] = {}
         self._previous: tuple[int, list[Any]] = (0, [])
         self._failed: StepFailed | None = None

@@ -61,7 +61,7 @@ def _own(session: Session, placed: Placed, value: Any, process: int) -> Mapping[
 
 
 def put_values(host: Host, brought: Sequence[Brought]) -> None:
-    """In a process: put every value's boxes on their devices."""
+    """Put every value's boxes on their devices, in a process."""
     for item in brought:
         host.put(item.number, _pieces(host, item))
 

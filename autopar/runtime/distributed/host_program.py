@@ -45,7 +45,7 @@ class HostChannel:
     world: World
     layouts: Mapping[tuple[int, str], NamedSharding]
     plans: dict[Any, list[TransferPlan]]
-    """Of messages that are alike: every microbatch sends the same."""
+    """The plans of messages that are alike: every microbatch sends the same."""
     lasting: frozenset[tuple[int, str]]
     message: int
 

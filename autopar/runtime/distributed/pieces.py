@@ -23,7 +23,7 @@ class Piece:
     window: Window | None = None
 
     def device_boxes(self) -> dict[int, Box]:
-        """By ordinal: the range of the whole value that the device holds."""
+        """Return the range of the whole value that each device holds, by ordinal."""
         boxes = dict(zip(self.layout.devices, self.layout.boxes(self.shape), strict=True))
         window = self.window
         return boxes if window is None else {ordinal: _shifted(box, window) for ordinal, box in boxes.items()}

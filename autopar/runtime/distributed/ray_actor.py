@@ -20,20 +20,20 @@ class HostActor(Host):
 
     @ray.method(concurrency_group="health")
     def answer_ping(self) -> int:
-        """As `Host.ping`, while a step runs."""
+        """Answer as `Host.ping`, while a step runs."""
         return self.ping()
 
     @ray.method(concurrency_group="health")
     def first_unfinished(self) -> UnfinishedTask | None:
-        """As `Host.unfinished`, while a step runs."""
+        """Answer as `Host.unfinished`, while a step runs."""
         return self.unfinished()
 
     @ray.method(concurrency_group="health")
     def run_beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As `Host.run`, while a step runs, or waits for a process that is lost."""
+        """Run as `Host.run`, while a step runs, or waits for a process that is lost."""
         return self.run(function, *arguments)
 
     @ray.method(concurrency_group="health")
     def stay_alive(self) -> None:
-        """As `Host.stay`, while steps run."""
+        """Stay as `Host.stay`, while steps run."""
         self.stay()

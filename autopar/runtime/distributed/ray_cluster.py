@@ -64,7 +64,7 @@ class RayHosts:
     owns_ray: bool
     options: RayOptions
     survivors_stay: bool = False
-    """Whether a loss leaves the other processes as they are, so that what they hold can be taken from them."""
+    """True if a loss leaves the other processes as they are, so that what they hold can be taken from them."""
     leaving: frozenset[str] = frozenset()
     """Ray's names for nodes that are about to go: no process is started there."""
     spares: Spares
@@ -75,7 +75,7 @@ class RayHosts:
     reached: frozenset[str] = frozenset()
     """Ray's names for nodes of these processes, and of those before, that have answered."""
     has_spares: bool = False
-    """Whether some of these were spare processes."""
+    """True if some of these were spare processes."""
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -179,7 +179,7 @@ class RayHosts:
         return found
 
     def again(self, num_hosts: int) -> RayHosts:
-        """So many new processes in place of these, which were released."""
+        """Return so many new processes in place of these, which were released."""
         options = replace(self.options, num_hosts=num_hosts)
         return _make_actors(self.ray, options, self.owns_ray, replaced=self)
 
@@ -426,7 +426,7 @@ def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int,
 
 
 def _has_placed(hosts: RayHosts, num_hosts: int) -> bool:
-    """Whether the placement group is there in time; False as soon as nodes that it needs are gone."""
+    """Return whether the placement group is there in time; False as soon as nodes that it needs are gone."""
     left_s = min(CONNECT_TIMEOUT_S, hosts.options.start_timeout_s)
     while left_s > 0:
         if hosts.group.wait(min(1.0, left_s)):

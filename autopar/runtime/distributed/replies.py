@@ -151,7 +151,7 @@ class Replies:
             ) from error
 
     def waits(self) -> str:
-        """Say which instruction has not ended, and what the other processes wait in; nothing if none can tell."""
+        """Return which instruction has not ended, and what the other processes wait in; "" if none can tell."""
         refs = {actor.first_unfinished.remote(): n for n, actor in enumerate(self.hosts.actors)}
         ready, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=_TELL_S)
         found: dict[int, UnfinishedTask] = {}
@@ -187,7 +187,7 @@ class Replies:
         return first
 
     def _number_of(self, error: Any) -> int | None:
-        """Which process an error of Ray is about."""
+        """Return the number of the process that an error of Ray is about."""
         identity = getattr(error, "actor_id", None)
         numbers = (n for n, actor in enumerate(self.hosts.actors) if actor._actor_id.hex() == identity)
         return next(numbers, None)

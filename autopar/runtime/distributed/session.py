@@ -296,7 +296,7 @@ class RaySession(Numbering):
 
     @property
     def is_left(self) -> bool:
-        """Whether a host of these processes is about to go."""
+        """True if a host of these processes is about to go."""
         return not self.hosts.leaving.isdisjoint(self.hosts.node_names)
 
     def close(self) -> None:
@@ -472,7 +472,7 @@ def described_cluster(kinds: Sequence[DeviceKind], described_by: Cluster | None)
 
 
 def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[ShardRequest, Box]]]:
-    """By process: the shards that together are the whole value, each once, with their boxes of the whole."""
+    """Return, by process, the shards that together are the whole value, each once, with their boxes of the whole."""
     plan: dict[int, list[tuple[ShardRequest, Box]]] = {}
     seen: set[Box] = set()
     for number, piece in enumerate(placed.pieces):

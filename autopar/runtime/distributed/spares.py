@@ -29,11 +29,11 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a spare process needs to be like the one that it stands in for."""
+    """The properties that a spare process needs to be like the one that it stands in for."""
 
     search_path: tuple[str, ...]
     modules: tuple[str, ...]
-    """In the order in which they were imported."""
+    """The modules in the order in which they were imported."""
     visible: dict[str, str]
     """The devices that Ray gave the process, as environment variables."""
 

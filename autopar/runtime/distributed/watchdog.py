@@ -41,7 +41,7 @@ class Watched(Protocol):
         ...
 
     def waits(self) -> str:
-        """Say which instruction has not ended."""
+        """Return which instruction has not ended, in words."""
         ...
 
     def check_answer(self, ref: Any, doing: str) -> None:

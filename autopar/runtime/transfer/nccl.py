@@ -230,7 +230,7 @@ def from_bytes(raw: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def taking(parcel: Parcel, device: Device) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """From bytes on the device to the parcel's array, and a scalar that is ready when they have been copied.
+    """Return what makes bytes on the device the parcel's array, and a scalar that is ready when they have been copied.
 
     The array itself cannot tell: it may be donated before anybody asks.
     """

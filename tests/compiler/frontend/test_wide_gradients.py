@@ -97,7 +97,7 @@ def sums(found):
 
 
 def of_activations(c):
-    """Whether a sum is one of activations, which have a batch: larger than all parameters here."""
+    """Return whether a sum is one of activations, which have a batch: larger than all parameters here."""
     return c.nbytes >= 2 * ROWS * LENGTH * WIDTH / 16
 
 

@@ -1,4 +1,4 @@
-"""What a step says itself of host memory is kept, counted and priced, by every method, or refused."""
+"""Host memory that a step itself asks for is kept, counted and priced, by every method, or refused."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What cheap equations make of other kept values is not kept for the backward task, but made there again."""
+"""Values that cheap equations make of other kept values are not kept for the backward task, but made there again."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is searched freely is never behind what is fixed, by the simulator; and its bound is below all of them."""
+"""A free search is never behind what is fixed, by the simulator; and its bound is below all of them."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What nobody waits for of a layer's backward pass takes about as long as the task of its own that it becomes."""
+"""The part of a backward pass that nobody waits for takes about as long as the task of its own that it becomes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is whole on every device for want of anything better is said once, in one warning for all."""
+"""Inputs that are whole on every device for want of anything better are named once, in one warning for all."""
 
 import warnings
 

@@ -31,7 +31,7 @@ def step(w, x, dtype=jnp.bfloat16):
 
 
 def shares(jaxpr, combined, name, phase, dtype):
-    """Whether the collectives of what equations of this name read are combined, in the given dtype."""
+    """Return, as a set, whether collectives of values that equations of this name read in a dtype are combined."""
     read = {v for eqn in jaxpr.eqns if eqn.primitive.name == name for v in jc.operands(eqn) if v.aval.dtype == dtype}
     return {combined.share(v, phase) for v in read}
 

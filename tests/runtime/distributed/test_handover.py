@@ -65,7 +65,7 @@ def put(host: Host, number: int, there: Placed, words: Any) -> None:
 
 
 def held_by(host: Host, number: int, processes: int) -> dict[int, list[list[ShardRequest]]]:
-    """What each of several processes would hold, if the devices were divided among them."""
+    """Return what each of several processes would hold, if the devices were divided among them."""
     [requests] = shards_here(host, [number])
     return {p: [[r for r in requests if r.ordinal * processes // 8 == p]] for p in range(processes)}
 

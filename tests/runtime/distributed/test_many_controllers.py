@@ -18,7 +18,7 @@ PROCESSES, DEVICES = 2, 4
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What every process found."""
+    """The reports of every process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
