@@ -343,7 +343,7 @@ class Planned:
     trace: Trace
     source: Source
     scopes: tuple[str, ...] = ()
-    """Those in the model that the plan was made to keep."""
+    """The scopes of the model that the plan was made to keep."""
     method: Method | Plan | Followed | None = None
     """The method that it was planned by; None for what is planned by no method of its own."""
 

@@ -36,7 +36,7 @@ class ArgumentRoles:
     """The user's words on the arguments of a step."""
 
     batch_argnums: tuple[int, ...] | None = None
-    """None: the batch is found."""
+    """Numbers of the arguments with the batch; None: the batch is found."""
     unbatched: tuple[str, ...] = ()
     """Patterns that find, by name, the inputs without a batch."""
     static_argnums: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ _A_LITTLE = 1e-6
 
 
 class Size(IntEnum):
-    """How much of what the user wrote changes, the least first."""
+    """The part of what the user wrote that changes, the least first."""
 
     DONATION = 0
     OPTION = 1
@@ -53,7 +53,7 @@ class Change:
     size: Size
     method: Method
     cluster: Cluster | None = None
-    """None: the devices that the step is planned for."""
+    """The devices of the change; None: those that the step is planned for."""
     donated: tuple[int, ...] = ()
     """Arguments that the step may overwrite as well."""
 

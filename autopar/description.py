@@ -94,7 +94,7 @@ class PlanDescription:
     results: tuple[PlacedResult, ...]
     simulated: SimulationReport
     scopes: tuple[str, ...] = ()
-    """Those of the model that the plan keeps, as the user wrote them."""
+    """The scopes of the model that the plan keeps, as the user wrote them."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the description as JSON values: bytes, and seconds."""

@@ -21,7 +21,7 @@ MOST_BYTES = 512 * 2**20
 SHARE_LEFT = 0.75
 """Share of these bytes that is left when files go."""
 WRITES_PER_LOOK = 16
-"""Names that go by until the directory is measured again."""
+"""Mean number of writes until the directory is measured again; a write's name decides."""
 
 
 def read_text(directory: Path, name: str) -> str | None:

@@ -48,7 +48,7 @@ KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
 """The kinds of parallelism to which a search can be restricted."""
 
 LAYOUTS = ("given", "search")
-"""Who lays out the inputs of stages by hand that no spec names: a rule, or the solver."""
+"""The authors of layouts of inputs of stages by hand that no spec names: a rule, or the solver."""
 
 _USUAL_AXES = ("data", "model", "expert")
 

@@ -27,7 +27,7 @@ from autopar.plain_text import as_text
 
 _SCHEMA = "autopar plan difference 1"
 _SAME = 5e-4
-"""Relative: figures that print alike are the same."""
+"""Relative difference up to which figures print alike, and are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ class SimulationReport:
 
     @property
     def mfu(self) -> float:
-        """Their share of the device's peak: model FLOPs utilization."""
+        """The share of the device's peak that the model's FLOPs reach: model FLOPs utilization."""
         return self.tflops_per_device * 1e12 / self.peak_flops
 
     def _average(self, seconds: Callable[[MeshReport], float]) -> float:

@@ -66,7 +66,7 @@ class TaskParts:
 
     kind: str
     runs: int
-    """How often it stands on the critical path."""
+    """Times that it stands on the critical path."""
     work: tuple[tuple[EquationWork, float], ...]
     collectives: tuple[tuple[CollectivePart, float], ...]
 

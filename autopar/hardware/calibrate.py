@@ -325,7 +325,7 @@ def _fit_products(products: Sequence[Measurement], bandwidth: float) -> tuple[di
 
 
 def fit_in_step_share(measured: Sequence[Measurement]) -> float | None:
-    """How much faster a large product is between memory traffic than alone: of all types; None if none was measured."""
+    """Return the median rate of large products of all types in a step, over that alone; None if none was measured."""
     within = [each for each in measured if each.what == "in step"]
     alone = {(each.dtype, each.flops): each.seconds for each in measured if each.what == "product"}
     return statistics.median(alone[each.dtype, each.flops] / each.seconds for each in within) if within else None

@@ -34,7 +34,7 @@ class DeviceKind(NamedTuple):
 
     name: str
     memory_bytes: float | None = None
-    """None if the device does not tell."""
+    """Bytes of its memory that JAX may take; None if the device does not tell."""
 
     @staticmethod
     def of(device: Any) -> DeviceKind:
@@ -64,7 +64,7 @@ class Cluster:
     _memory_bytes: float | None = field(default=None, repr=False)
     _parts: tuple[Cluster, ...] = field(default=(), repr=False)
     _links: tuple[Link, ...] = field(default=(), repr=False)
-    """Between each pair of groups, in the order of `itertools.combinations`: one device's share."""
+    """The link between each pair of groups, in the order of `itertools.combinations`: one device's share."""
 
     def __init__(
         self,

@@ -206,9 +206,9 @@ class Machine:
     kernel_s: float
     """Seconds from the start of one kernel to that of the next, where both do nothing."""
     intra: Link
-    """Inside a fast domain: NVLink, PCIe or ICI."""
+    """The link inside a fast domain: NVLink, PCIe or ICI."""
     inter: Link
-    """Between domains: one device's share of its host's network cards."""
+    """The link between domains: one device's share of its host's network cards."""
     domain: int
     """Devices in one fast domain: `devices_per_host`, a part that divides it where wires join only some devices of a
     host, or a multiple where NVLink or ICI goes from host to host."""
@@ -253,11 +253,11 @@ class Machine:
     fuses_products: bool = False
     """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
     computes_narrower: bool = False
-    """Where XLA fuses products, their kernels compute 16-bit operands of wider arrays, too: probabilities of scores."""
+    """True if XLA's fused products compute 16-bit operands of wider arrays, too: probabilities of scores."""
     holds_rows: bool = False
     """XLA reduces rows and computes what follows in one kernel, and exponentials once more in each that reads them."""
     keeps_exponentials: bool = False
-    """Where XLA holds rows, it keeps exponentials all the same that more than two kernels read."""
+    """True if XLA, where it holds rows, keeps exponentials all the same that more than two kernels read."""
     transposes_operands: bool = False
     """XLA transposes operands of products whose batch, contracted or other dimensions are not side by side."""
     widens_bfloat16: bool = False
@@ -296,8 +296,8 @@ class Machine:
     host_memory_bytes: float = 0.0
     """Memory of a host, which values there share with all else that it does; 0: not known."""
     concurrent_devices: float = 0.0
-    """How many devices of a host take all of its compute, where they share it, as virtual ones share its cores: more
-    at once slow each other down, and all rates are those of all at once. 0: each device has its own."""
+    """Devices of a host that take all of its compute, where they share it, as virtual ones share its cores: more at
+    once slow each other down, and all rates are those of all at once. 0: each device has its own."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""

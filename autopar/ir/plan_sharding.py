@@ -65,12 +65,12 @@ class ShardingPlan:
     recomputed: tuple[str, ...] = ()
     """Names of the layers that are computed again in the backward pass, for the reader."""
     recomputed_layers: tuple[int, ...] = ()
-    """Their numbers, of the `num_layers` that the forward pass is cut into."""
+    """The numbers of these, among the `num_layers` that the forward pass is cut into."""
     num_layers: int = 1
 
     @property
     def gap(self) -> float:
-        """By how much the best plan could be faster, relative to the lower bound."""
+        """The time by which the best plan could be faster, as a share of the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class Certificate:
     runners_up: tuple[tuple[str, float], ...]
     """Other plans that were met, in words, and their step times."""
     stopped: str = ""
-    """Why the search ended before the bounds of all that is left met its plan, within 0.1 %; empty if they did."""
+    """The reason that the search ended before the bounds of the rest met its plan within 0.1 %; empty if they did."""
     kinds: tuple[str, ...] = ()
     """The kinds of parallelism to which the search was restricted; empty if to none."""
 
@@ -205,7 +205,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """By how much the best plan could be faster, relative to the lower bound."""
+        """The time by which the best plan could be faster, as a share of the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property

@@ -30,7 +30,7 @@ class Schedule(ABC):
     hides_transfers: bool = False
     """A mesh has other microbatches to work on while one is on its way."""
     most_virtual_stages: float = math.inf
-    """More stages on a mesh have no order of this schedule."""
+    """Most stages on a mesh for which there is an order of this schedule."""
     memory_depends_on_num_stages: bool = True
     """The microbatches in flight on a stage depend on more than the number of stages behind it."""
 

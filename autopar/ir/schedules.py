@@ -232,7 +232,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 """The schedules by name, in the order in which a search tries them."""
 _GIVEN: dict[str, Schedule] = {}
-"""Those that a method was given and nobody registered, by name: this process's plans find them here."""
+"""The schedules that a method was given and nobody registered, by name: this process's plans find them here."""
 
 
 def warmed_up(wanted: Sequence[int]) -> WarmedUp:

@@ -31,7 +31,7 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """How many times longer it takes than expected."""
+        """The seconds that it takes, in multiples of the expected ones."""
         return self.busy_s / self.expected_s
 
 

@@ -106,12 +106,12 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Per mesh the seconds in which it runs a task."""
+        """The seconds in which each mesh runs a task."""
         return self._sums({id(e): e.stop_s - e.start_s for e in self.events})
 
     @cached_property
     def collective_s(self) -> tuple[float, ...]:
-        """Per mesh the seconds of its tasks' collectives."""
+        """The seconds of the collectives of each mesh's tasks."""
         return self._sums({id(e): e.collective_s for e in self.events})
 
     def _sums(self, seconds: Mapping[int, float]) -> tuple[float, ...]:
@@ -187,7 +187,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionTime:
-    """When one instruction ran on one mesh in one process, in seconds of the host's clock."""
+    """The times between which one instruction ran on one mesh in one process, in seconds of the host's clock."""
 
     process: int
     mesh: int

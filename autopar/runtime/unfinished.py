@@ -35,15 +35,15 @@ class UnfinishedTask:
 
 
 class StepProgress:
-    """How far the last step is that was started. May be asked on any thread."""
+    """The progress of the last step that was started. May be asked on any thread."""
 
     def __init__(self, instructions: Sequence[tuple[int, Instruction, int | None]], places: Sequence[int]) -> None:
         self._instructions = instructions
-        """Those of this process, each with its mesh."""
+        """The instructions of this process, each with its mesh."""
         self._places = places
         self._markers: list[Any] = []
         self.started = len(instructions)
-        """How many instructions have been started; -1 while the arguments are brought in."""
+        """Number of instructions that have been started; -1 while the arguments are brought in."""
 
     def begin(self) -> None:
         """A step begins: its arguments are brought in."""

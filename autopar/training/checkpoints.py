@@ -276,7 +276,7 @@ class Save(Protocol):
 
 
 class LocalSave:
-    """In this process, on Orbax's threads, and on one that waits for them and gives the checkpoint its name."""
+    """A save in this process, on Orbax's threads, and on one that waits for them and gives the checkpoint its name."""
 
     def __init__(self, target: Path, state: Any) -> None:
         import orbax.checkpoint as ocp
@@ -313,7 +313,7 @@ class LocalSave:
 
 
 class ClusterSave:
-    """In all processes of a cluster."""
+    """A save in all processes of a cluster."""
 
     def __init__(self, session: Any, target: Path, state: Any) -> None:
         from autopar.runtime.distributed.host_checkpoint import start_save
@@ -434,7 +434,7 @@ class _Part:
         return jax.tree.unflatten(self._tree, [read.get(n, leaf) for n, leaf in enumerate(self._leaves)])
 
     def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
-        """As the whole state does."""
+        """Read them as the whole state does."""
         return self._whole.read_leaves(path, stored, numbers)
 
 
@@ -458,7 +458,7 @@ def _numbers_by_name(tree: Any) -> dict[str, int]:
 
 
 class _Here:
-    """In this process; `abstract` has the shardings."""
+    """A reader in this process; `abstract` has the shardings."""
 
     wanted: frozenset[str] | None = None
 
@@ -503,7 +503,7 @@ class _Here:
 
 
 class _OnCluster:
-    """On a cluster, in these places."""
+    """A reader on a cluster, in these places."""
 
     wanted: frozenset[str] | None = None
 
@@ -513,14 +513,14 @@ class _OnCluster:
         self.places = places
 
     def read(self, path: Path) -> Any:
-        """In every process its own ranges."""
+        """Read in every process its own ranges."""
         tree = jax.tree.structure(self.abstract)
         numbered = plain_tree(jax.tree.unflatten(tree, [_Number(n) for n in range(tree.num_leaves)]))
         found = self._read(path, jax.tree.map(lambda leaf: leaf.number, numbered), range(tree.num_leaves))
         return jax.tree.unflatten(tree, [found[n] for n in range(tree.num_leaves)])
 
     def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
-        """In every process its own ranges of these."""
+        """Read in every process its own ranges of these."""
         places = jax.tree_util.tree_leaves_with_path(stored)
         numbered = [numbers.get(leaf_name("", key), _NOT_READ) for key, _ in places]
         return self._read(path, jax.tree.unflatten(jax.tree.structure(stored), numbered), list(numbers.values()))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.session import RaySession
 
 LOOK_EVERY_S = 2.0
-"""So often new hosts are looked for."""
+"""Seconds between two looks for new hosts."""
 NOT_USED_S = 60.0
 """Hosts that could not be used, for there was no plan or others took their room, are tried again after so long."""
 
@@ -37,7 +37,7 @@ class HostsChange(Exception):
 
 @dataclass(kw_only=True)
 class ElasticHosts:
-    """Between `least` and `most` hosts, with the plans of this run, and when new hosts are looked for next."""
+    """The hosts of a run, `least` to `most`, with its plans, and the time to look for new hosts next."""
 
     least: int
     most: int

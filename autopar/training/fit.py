@@ -229,7 +229,7 @@ class _Run:
     on_progress: Callable[[int], None] = lambda done: None
     watch: StepWatch | None = None
     _session: Any = None
-    """Where the state of this run lies."""
+    """The session in which the state of this run lies."""
     _plan: Plan | None = None
     _moving: list[Any] | None = None
     """The leaves of the state between two worlds."""
@@ -241,7 +241,7 @@ class _Run:
     """The checkpoint of the last bad loss, and the step after that loss."""
 
     def train(self, *, resumed: bool) -> None:
-        """From the state, or, `resumed`, from what was moved or the last checkpoint, to the last step."""
+        """Train from the state, or, `resumed`, from what was moved or the last checkpoint, to the last step."""
         self._session = current_session()
         batch = self._next_batch_or_none()
         if self._moving is not None and batch is not None:

@@ -75,7 +75,7 @@ class CompiledCollective:
     operands: tuple[float, ...]
     """Bytes of each array on one device: before a reduction, after a gather (as in `wire_bytes`)."""
     dtypes: tuple[str, ...]
-    """Their element types in HLO's words; a reduction in bf16 may have been promoted to f32."""
+    """The arrays' element types in HLO's words; a reduction in bf16 may have been promoted to f32."""
     count: float
     """Runs in one execution of the program."""
 
@@ -131,7 +131,7 @@ class _Computation:
     types: Mapping[str, str]
     """The type of every value."""
     instructions: tuple[_Instruction, ...]
-    """Those that communicate or call other computations."""
+    """The instructions that communicate or call other computations."""
     definitions: Mapping[str, str]
     """The text that follows the type of every value."""
     root: str
@@ -398,7 +398,7 @@ class KindCheck:
 
     @property
     def verdict(self) -> str:
-        """How the compiled collectives are the planned ones, in words."""
+        """The relation of the compiled collectives to the planned ones, in words."""
         if not self.holds:
             return "DIFFERENT"
         lacks_bytes = (self.planned_bytes + self.whole_bytes) * (1 - TOLERANCE) - self.compiled_bytes

@@ -44,7 +44,7 @@ from autopar.methods import Auto, Method, SearchMethod
 from autopar.plain_text import as_text
 
 _SAME_TIME = 1e-3
-"""Relative: a plan with the same choice and the rest anew is shown if it takes another time than the plan itself."""
+"""Relative difference from the plan's time from which a plan with the same choice and the rest anew is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class CollectiveCauses:
 
     question: str
     collectives: tuple[tuple[int, PlannedCollective], ...]
-    """Each with the number of its mesh."""
+    """The collectives, each with the number of its mesh."""
 
     @property
     def seconds(self) -> float:

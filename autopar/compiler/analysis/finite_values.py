@@ -38,7 +38,7 @@ class FirstValue:
 
     equation: jc.JaxprEqn
     task: Task | None
-    """None where one task is the whole step."""
+    """The task that made the value; None where one task is the whole step."""
     not_a_number: bool
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ from autopar.ir.plan_sharding import MeshSharding
 from autopar.methods import Auto
 
 _TIME_LIMIT_S = 60.0
-"""For the layouts of one mesh."""
+"""Seconds for the layouts of one mesh."""
 
 
 def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:

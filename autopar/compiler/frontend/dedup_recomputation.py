@@ -230,7 +230,7 @@ def _results_of(scan: jp.Scan) -> list[Any]:
 
 
 def _places(carry: Sequence[int], starts: Sequence[int]) -> list[int] | None:
-    """For each carried value of a scan, the first place of one with the same start in another that is still free."""
+    """Return, for each carried value of a scan, the first place in another with the same start that is still free."""
     places: list[int] = []
     for number in carry:
         free = [k for k, start in enumerate(starts) if start == number and k not in places]

@@ -38,7 +38,7 @@ class DimensionKinds:
 
     named: Mapping[str, ValueKinds]
     variables: Mapping[jc.Var, tuple[ValueKinds, ...]]
-    """Once for every time that the program of a variable is entered with other kinds."""
+    """The kinds of each variable, once for every time that its program is entered with other kinds."""
 
     def of(self, atom: Any) -> tuple[ValueKinds, ...]:
         """Return the kinds of a variable; of a literal, which is whole everywhere, there are none."""

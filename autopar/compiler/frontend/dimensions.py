@@ -92,7 +92,7 @@ class Product:
     primitive: str
     own: tuple[frozenset[int], frozenset[int]]
     batch: frozenset[int]
-    """Those of both that its result keeps."""
+    """The dimensions of both operands that its result keeps."""
     contracted: frozenset[int]
 
 

@@ -204,7 +204,7 @@ def _undominated(labels: _Labels) -> _Labels:
 
 
 def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntArray:
-    """Those, in this order, that no one of the same submesh and devices in front beats, where that is quick to see."""
+    """Return the labels, in order, that none in front on their submesh and devices beats, if that is quick to see."""
     stages, steady_s, end_s = (each[order] for each in (labels.stages, labels.steady_s, labels.end_s))
     kept: list[IntArray] = []
     waiting = np.arange(len(order))
@@ -223,7 +223,7 @@ def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntAr
 
 
 def _pairwise(labels: _Labels, group: IntArray) -> IntArray:
-    """Those of a group that no other one of it on their submesh beats in everything; of equals the first stays."""
+    """Return the labels of a group that none of it on their submesh beats in everything; of equals the first stays."""
     if len(group) > _PAIRWISE:
         return group
     submesh = labels.submesh[group]

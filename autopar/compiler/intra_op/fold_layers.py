@@ -42,7 +42,7 @@ _LARGE = 1 / 2
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """For each equation the first equivalent one, and for inputs that are equivalent to an earlier one, which.
+    """The first equivalent equation of each equation, and the earlier input that each equivalent input is equal to.
 
     For loops that are folded themselves, by number of the equation, the fold of their bodies.
     """
@@ -246,7 +246,7 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
 
 @dataclass(frozen=True, kw_only=True)
 class _Reads:
-    """Who reads whom: for every read the two nodes, and a number for the result and the operand that it joins."""
+    """The reads of a program: the two nodes of each, and a number for the result and the operand that it joins."""
 
     producer: np.ndarray
     reader: np.ndarray
@@ -274,7 +274,7 @@ class _Reads:
 
 
 _Read = tuple[int, int, int, int]
-"""Who makes a value, as which of its results, who reads it, and as which operand."""
+"""A read: the maker of a value, the number among its results, the reader, and the number of its operand."""
 
 
 def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int], loops: Sequence[_Loop]) -> _Reads:

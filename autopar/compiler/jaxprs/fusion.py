@@ -64,7 +64,8 @@ _SUMS = ("add", "add_any")
 LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
-"""Times as many bytes as keeping takes: an estimate. Of 1 to 4, a Llama has bytes within 1 %, a Wide-ResNet 5."""
+"""Bytes of computing a value again, in multiples of those of keeping it, from which it is kept: an estimate. Of 1 to 4,
+a Llama has bytes within 1 %, a Wide-ResNet 5."""
 _ERROR_FUNCTIONS = ("erf", "erfc")
 
 

@@ -37,7 +37,7 @@ class _Region:
     """A `shard_map` by the axes that split its arrays."""
 
     axes: dict[Any, int]
-    """Those over which the body runs, in the order of the mesh, with their sizes."""
+    """The mesh axes over which the body runs, in the order of the mesh, with their sizes."""
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
     body: Any

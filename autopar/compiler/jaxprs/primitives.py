@@ -18,18 +18,18 @@ MANUAL = names("shard_map")
 # Elements as they are
 
 CONSTRAINTS = names("sharding_constraint layout_constraint reshard")
-"""They say where a value is to lie."""
+"""Primitives that say where a value is to lie."""
 LABELS = CONSTRAINTS | names("name stop_gradient pvary pcast")
-"""Their result is their operand: what they say is for a compiler or a differentiation."""
+"""Primitives whose result is their operand: what they say is for a compiler or a differentiation."""
 COPIES = names("copy copy_p")
 RESHAPES = names("reshape squeeze expand_dims")
-"""The same elements in the same order."""
+"""Primitives whose results have the same elements in the same order."""
 REORDERINGS = names("transpose rev")
 SLICINGS = names("slice dynamic_slice split unstack")
 SPREADINGS = names("broadcast_in_dim tile")
 JOINS = names("concatenate stack")
 REARRANGEMENTS = LABELS | COPIES | RESHAPES | REORDERINGS | SLICINGS | SPREADINGS
-"""Their results have elements of their first operand, and none else."""
+"""Primitives whose results have elements of their first operand, and none else."""
 
 # Element by element
 

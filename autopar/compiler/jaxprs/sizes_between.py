@@ -27,7 +27,7 @@ class NotBetween(Exception):
 
 class _Place(NamedTuple):
     at: Fraction
-    """On the line from one program (0) to the other (1), and beyond."""
+    """The place on the line from one program (0) to the other (1), and beyond."""
     counts: tuple[int, int, int]
     """The numbers of microbatches of the two, and there."""
 

@@ -271,7 +271,7 @@ def _with_transfers(calls: Sequence[Sequence[_Call]], inputs: Sequence[Input]) -
 
 
 def _wanted(calls: Sequence[Sequence[_Call]], placed: set[tuple[int, str]]) -> dict[str, list[int]]:
-    """For every value, the meshes that read it without having it."""
+    """Return, for every value, the meshes that read it without having it."""
     made = [{n for call in mine for n in call.outputs} for mine in calls]
     wanted: dict[str, list[int]] = {}
     for number, mine in enumerate(calls):
@@ -333,7 +333,7 @@ def _donations(
     donated: set[str],
     types: Mapping[str, ArrayType],
 ) -> dict[str, tuple[int, ...]]:
-    """Per executable, the inputs that die in every one of its runs and whose buffers an output can take.
+    """Return, for each executable, the inputs that die in every run of it and whose buffers an output can take.
 
     The caller's `donated` buffers come before what the step made itself: that is freed here in any case, theirs only
     by taking them.

@@ -53,9 +53,9 @@ class Rounds:
 
     step: MicrobatchedStep
     once: tuple[tuple[int, ...], ...]
-    """Before each round, and after the last."""
+    """The equations before each round, and after the last."""
     each: tuple[tuple[int, ...], ...]
-    """For each microbatch, per round: with what is made again there, and the accumulations."""
+    """The equations of each microbatch in each round, with what is made again there, and the accumulations."""
 
     @property
     def equations(self) -> list[jc.JaxprEqn]:
@@ -192,7 +192,7 @@ class _Timetable:
 
 
 def _is_light(eqn: jc.JaxprEqn) -> bool:
-    """At most one operation for each element of the results, and nothing that is to happen once."""
+    """Return whether an equation does at most one operation per element of results, and nothing that happens once."""
     if eqn.effects or eqn.primitive is accumulate_p or eqn.primitive.name in _ONCE:
         return False
     avals: list[Any] = [v.aval for v in eqn.outvars]

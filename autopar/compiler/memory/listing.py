@@ -64,7 +64,7 @@ _READ_ANY_ORDER = MATRIX_PRODUCTS | REDUCTIONS
 _KEEP_ORDER = ("all-reduce", "collective-permute")
 """Collectives that take arrays in any order of their dimensions."""
 _KEPT_GROWTH = 2.0
-"""How many times as large as what it is computed from an exponential is kept: in float32, of bfloat16."""
+"""Factor by which a kept exponential is larger than what it is computed from: in float32, of bfloat16."""
 
 
 class BlockValue(NamedTuple):

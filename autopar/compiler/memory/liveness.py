@@ -65,7 +65,7 @@ class Op(NamedTuple):
     late: bool = False
     """Its results are there only when it is done: until then they count among what it needs inside."""
     collective: str = ""
-    """Its kind, if it is one."""
+    """The kind of the collective that it is; "" if it is none."""
     early: tuple[Key, ...] = ()
     """The results that take memory as soon as the program begins, as what a loop writes piece by piece."""
     workspace: float = 0.0

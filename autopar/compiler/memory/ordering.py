@@ -37,7 +37,7 @@ _SUMS = ("reduce-scatter", "all-reduce")
 _FEW_BYTES = 4096
 """A loss that is the sum of no more has kernels of its own, of more those of its gradient: of six GPTs compiled."""
 _AT_THE_END = math.inf
-"""Behind the collectives that only results take."""
+"""The place behind the collectives that only results take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class OpOrder:
 
     ops: list[Op]
     order: list[int]
-    """For each, its number before."""
+    """The number that each op had before."""
     deferred: int | None
     """The place of the first op that is deferred until everything else is done."""
 
@@ -56,9 +56,9 @@ class _Moved:
     """The ops that stand elsewhere than as listed: slices of arrays in memory, and products."""
 
     late: Collection[int] = ()
-    """Those before the first op that reads them."""
+    """The ops that move to before the first op that reads them."""
     early: Collection[int] = ()
-    """Those behind the last other op that reads what they are of."""
+    """The ops that move to behind the last other op that reads what they are of."""
 
 
 def order_ops(

@@ -278,7 +278,7 @@ def _gathered(
     at_other_batch: jc.JaxprEqn,
     states: Sequence[State],
 ) -> MicrobatchStep:
-    """On the whole batch, once every microbatch has made its rows; then each takes its own rows of the result."""
+    """Run it on the whole batch once every microbatch has made its rows; each then takes its rows of the result."""
     uses = [COMPLETE if isinstance(s, Batched | Partial) else KEEP for s in states]
     provenance = provenances(completed(s) if isinstance(s, Batched | Partial) else s for s in states)
     pairs = zip(eqn.outvars, at_other_batch.outvars)

@@ -175,7 +175,7 @@ def _numbered_layers(phases: Phases) -> list[tuple[str, int]]:
 
 
 def _labels(scopes: Sequence[_Scope]) -> list[tuple[str, _Scope] | None]:
-    """For every scope its outermost part up to a number of which there are several, and that number where it stands.
+    """Return every scope's outermost part up to a number of which there are several, and that number where it stands.
 
     `GPT/h_3` and (`GPT`, `3`) for `GPT/h_3/mlp`; with `GPT/norm_3` beside it, both are of the same number.
     """
@@ -444,7 +444,7 @@ def _most_even_cuts(ends: _Floats, costs: _Floats, last: _Indices, tables: list[
 
 
 def cut_allowed(phases: Phases, order: Sequence[int]) -> list[bool]:
-    """For each position of `order`, the forward equations, whether a layer may begin there without cutting a region.
+    """Return, for each position of `order`, the forward equations, whether a layer may begin there and cut no region.
 
     A region's forward reaches from what follows its input activations to the last equation that reads one of its own
     parameters: those that no other backward equation reads.
@@ -457,7 +457,7 @@ def cut_allowed(phases: Phases, order: Sequence[int]) -> list[bool]:
 
 
 class _ForwardReads:
-    """Who reads what along the forward, by position in `order`."""
+    """The readers of each value along the forward pass, by position in `order`."""
 
     def __init__(self, phases: Phases, order: Sequence[int]) -> None:
         self.eqns = phases.equations

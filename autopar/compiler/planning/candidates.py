@@ -150,7 +150,7 @@ def unequal_stages_s(
 
 
 def _formula_share(num_microbatches: int, num_stages: int) -> float:
-    """Return the share of their time by a formula that so many stages of any sizes are likely to take at least.
+    """Return the least share of their time by a formula that so many stages of any sizes are likely to take.
 
     Formulas add the time of all stages for a microbatch to that of the slowest one for the others, which hides it only
     where it has more microbatches than there are stages.

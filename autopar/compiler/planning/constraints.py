@@ -42,7 +42,7 @@ Layouts = dict[int, tuple[Layout, ...]]
 """The layouts that inputs or results may have, by number."""
 
 _CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
-"""Those that ask for a sharding."""
+"""The constraints that ask for a sharding."""
 
 
 def constraints_of(
@@ -142,7 +142,7 @@ def _usual_inputs(trace: Trace, mesh: LogicalMesh) -> Layouts:
 
 
 def _usual_results(trace: Trace, mesh: LogicalMesh) -> Layouts:
-    """On every device, or along the axis "data" if it may have a row for each example."""
+    """Return the layouts of results: along the axis "data" if one may have a row for each example, or whole."""
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
     return {
         number: usual_result(tuple(leaf.aval.shape), rows, mesh)

@@ -201,14 +201,14 @@ def find_layers(
 
 
 def model_cuts(phases: Phases, num_layers: int, num_stages: int = 1) -> tuple[int, ...]:
-    """Between the layers of the model, each of which is worth its place, or else marked or needed for a stage."""
+    """Return the cuts between the model's layers: each is worth its place, or else marked or needed for a stage."""
     cuts = layer_cuts(phases, num_layers)
     kept = worthwhile_cuts(phases, cuts)
     return cuts if len(kept) + 1 < num_stages or count_marked_layers(phases) == num_layers else kept
 
 
 def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:
-    """The cuts without those that would leave a layer of next to no work: it joins the one before it."""
+    """Return the cuts without those that would leave a layer of next to no work: it joins the one before it."""
     flops, _ = forward_costs(phases, layer_order(phases))
     borders = [0, *cuts, len(flops)]
     least = _LEAST_SHARE * sum(flops) / (len(borders) - 1)

@@ -72,12 +72,12 @@ _TYPICAL_IN_FLIGHT = 4
 
 
 class LayoutChoice(NamedTuple):
-    """How a stage is computed: what memory costs its layouts, what the mesh axes may split, and if it runs again."""
+    """The way to compute a stage: what memory costs its layouts, what the mesh axes may split, and if it runs again."""
 
     memory_multiplier: float
     splits: AllowedSplits | None = None
     remat: bool = False
-    """Its backward task computes the forward pass again."""
+    """True if its backward task computes the forward pass again."""
 
 
 class LayerOptimum(NamedTuple):
@@ -107,9 +107,9 @@ class LayerCosts:
     solved: set[Submesh] = field(default_factory=set[Submesh])
     """The submeshes on which the layouts of layers are asked for."""
     fits: bool = False
-    """All of the step fits on a device at once: what tasks need for a while is not asked for, and 0."""
+    """True if all of the step fits on a device at once: what tasks need for a while is not asked for, and 0."""
     saving: set[Submesh] = field(default_factory=set[Submesh])
-    """Those of them on which layouts that save memory are asked for as well."""
+    """The submeshes of `solved` on which layouts that save memory are asked for as well."""
     works: dict[tuple[int, Machine], dict[str, tuple[Work, Work]]] = field(
         default_factory=dict[tuple[int, Machine], dict[str, tuple[Work, Work]]]
     )

@@ -53,7 +53,7 @@ class LearnedTimes:
     """The times of stages that a search has learned; only its own methods change them."""
 
     is_roomy: bool = False
-    """A device has room for all of the step, so that nothing takes longer for want of memory."""
+    """True if a device has room for all of the step, so that nothing takes longer for want of memory."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
@@ -113,7 +113,7 @@ class LearnedTimes:
             self.on[place] = min(share, self.on.get(place, share))
 
     def share_on(self, submesh: Submesh, several: bool | None = None) -> float:
-        """Return the share of their time by their layers that stages on a submesh are taken to need at least.
+        """Return the least share of their time by their layers that stages on a submesh are expected to take.
 
         For `several` microbatches or for one; if it is not said, what was seen for either tells. On one device there
         are no layouts to gain by, so that stages there tell nothing of others.
@@ -130,7 +130,7 @@ class LearnedTimes:
         return max(WHOLE_SHARE, least)
 
     def simulated_share(self, candidate: PipelineCandidate) -> float:
-        """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
+        """Return the least share of the time by its stages as a whole that a plan is expected to take in simulation.
 
         Until one of as many stages was simulated, what they send may take less than by their layers, or differ from it
         twice as much as in plans of more stages. What one took longer, it took for the layouts of what it sends.
@@ -142,7 +142,7 @@ class LearnedTimes:
         return min(shares)
 
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
-        """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
+        """Return the least share of the time by its whole stages that a plan may take in simulation, slack included.
 
         Plans with as many stages and microbatches in one schedule send alike values in an alike order. Others are taken
         to differ from what their stages take twice as much as plans of no fewer stages did.
@@ -158,7 +158,7 @@ class LearnedTimes:
 
     @property
     def step_share(self) -> float:
-        """The share of their time by their layers that steps of stages are taken to need at least."""
+        """The least share of their time by their layers that steps of stages are expected to take."""
         return max(WHOLE_SHARE, _OTHERS_SHARE * min(self.steps, default=0.0))
 
     @property
@@ -167,7 +167,7 @@ class LearnedTimes:
         return min([1.0, self.step_share, *self.steps])
 
     def least_s(self, candidate: PipelineCandidate) -> float:
-        """Return the seconds that a candidate is taken to need at least."""
+        """Return the least seconds that a candidate is expected to take."""
         shares = self._shares(candidate)
         if self._last(candidate).shares != shares:
             costs = self._costs(candidate, shares)
@@ -175,12 +175,12 @@ class LearnedTimes:
         return self._slack(candidate) * self._last(candidate).seconds
 
     def least_with_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
-        """Return the seconds that a candidate is taken to need at least, of which some stages take what is `known`."""
+        """Return the least seconds that a candidate is expected to take whose stages take what is `known` of some."""
         expected = enumerate(self._costs(candidate, self._shares(candidate)))
         return self._slack(candidate) * candidate.simulate_s([known.get(number, cost) for number, cost in expected])
 
     def teaches(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> bool:
-        """Return whether stages may gain by borders, as those of a candidate tell: those that are `known`, or others.
+        """Return whether the stages of a candidate, those that are `known` or others, tell that borders may save time.
 
         They tell nothing where all that were seen on their devices, these among them, take what their layers do.
         """
@@ -194,7 +194,7 @@ class LearnedTimes:
         return any(seen.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in stages)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
-        """Return seconds that `least_s` is no less than, from the last simulation of the candidate."""
+        """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
         shares, last = self._shares(candidate), self._last(candidate)
         if last.shares == shares:
             return self._slack(candidate) * last.seconds
@@ -204,14 +204,14 @@ class LearnedTimes:
         return self._slack(candidate) * _ROUNDING * part * last.seconds
 
     def _last(self, candidate: PipelineCandidate) -> _Expected:
-        """Return what a candidate was last simulated to take: by its layers, if nothing was learned before."""
+        """Return the last simulation of a candidate: by its layers, if nothing was learned before."""
         if candidate not in self.expected:
             costs = [stage.cost for stage in candidate.stages]
             self.expected[candidate] = _Expected((1.0,) * len(costs), costs, candidate.step_time_s)
         return self.expected[candidate]
 
     def _slack(self, candidate: PipelineCandidate) -> float:
-        """Return the share of the time by its expected stages that a candidate is taken to need at least.
+        """Return the least share of the time by its expected stages that a candidate is expected to take.
 
         Where all stages are known, to complete it tells nothing but this time.
         """
@@ -222,7 +222,7 @@ class LearnedTimes:
         return (1.0 if seen else _SIMULATED_SHARE) * self.simulated_share(candidate)
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
-        """Return the share of its time by its layers that each stage is taken to need; 0 where its cost is known."""
+        """Return the share of its time by its layers that each stage is expected to take; 0 where its cost is known."""
         slack = self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(

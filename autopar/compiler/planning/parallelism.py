@@ -108,7 +108,7 @@ def _with_experts(
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]],
     method: Zero | TensorParallel | ExpertParallel,
 ) -> Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]:
-    """For experts, split products along their batch dimensions or along rows of the batch only."""
+    """Return the restriction; for experts, products are split along batch dimensions or rows of the batch only."""
     if not isinstance(method, ExpertParallel):
         return restrict
 
@@ -364,7 +364,7 @@ def _with_other_examples(
 
 
 def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEqn, bool]]:
-    """Every equation at every depth, and whether it is of the model, as all is in a remat region that is."""
+    """Yield every equation at every depth, and whether it is of the model, as all is in a remat region that is."""
     for eqn in jc.open_jaxpr(closed)[0].eqns:
         inside = of_model or jc.ad_phase(eqn) is not None
         yield eqn, inside

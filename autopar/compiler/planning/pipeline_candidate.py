@@ -25,7 +25,7 @@ class PipelineCandidate:
     timing: Timing
     """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
     bound_s: float
-    """Seconds that no stages searched together with these are taken to undercut."""
+    """Seconds that no stages searched together with these are expected to undercut."""
     stages: tuple[Stage, ...]
     virtual_stages: tuple[VirtualStage, ...]
     hosts: Hosts

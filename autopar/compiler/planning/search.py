@@ -74,7 +74,7 @@ _RISES = 1.002
 beyond it, seen from the best, rarely take less."""
 _NUM_RUNNERS_UP = 5
 _UNLIKELY = "what other numbers of microbatches tell to be slower was not searched"
-"""Why a search ended with bounds below its best plan, where nothing stopped it."""
+"""The reason that a search ended with bounds below its best plan, where nothing stopped it."""
 _CLOCK = 5
 """Multiple of the time limit, which counts work, after which the clock ends a search: a busy machine is as slow."""
 
@@ -261,11 +261,11 @@ class _Search:
 
     @property
     def enough_s(self) -> float:
-        """The time that what is looked at has to be likely to undercut."""
+        """The seconds that a region has to be likely to undercut to be looked at."""
         return _WORTH_LOOKING * self.best_s
 
     def order(self, region: Region, likely_s: float) -> tuple[float, ...]:
-        """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
+        """Return the sort key of a region: the time that is likely, of stages if even, then how usual they are.
 
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
@@ -300,7 +300,7 @@ class _Search:
                 return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
 
     def likely_s(self, region: Region, least_s: Callable[[PipelineCandidate], float] | None = None) -> float:
-        """Return the time that the best plan of a region is taken to need at least; `least_s` says it of candidates."""
+        """Return the least seconds that a region's best plan is expected to take; `least_s` says it of candidates."""
         if isinstance(region, Lanes):
             return max(region.bound_s, _LANES_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
@@ -317,7 +317,7 @@ class _Search:
         return max((least_s or self.learned.least_s)(candidate), region.region.bound_s)
 
     def whole_share(self, region: Stages) -> float:
-        """Return the share of their time by their layers that stages are taken to need at least.
+        """Return the least share of their time by their layers that stages are expected to take.
 
         One stage needs what it was seen to need there, for whichever number of microbatches.
         """
@@ -354,7 +354,7 @@ class _Search:
         return not rises and divides_as_well(rows, count, least, largest)
 
     def is_told_soon(self, region: Stages) -> bool:
-        """Return whether a region of one stage waits for that whose layers tell of all other numbers of microbatches.
+        """Return whether a region of one stage waits for the one whose layers tell of all other microbatches.
 
         Fewer rows leave some devices without any, and how long layers take there tells nothing of more rows.
         """
@@ -584,7 +584,7 @@ class _Search:
         )
 
     def are_too_slow(self, region: Completion, known: Mapping[int, StageLayouts]) -> bool:
-        """Return whether a candidate is unlikely to be better with some stages as a whole as they are known to be.
+        """Return whether a candidate is unlikely to be better, given what some of its stages take as a whole.
 
         The others are still found where they may tell of memory, or of less time as a whole, what to expect elsewhere.
         """
@@ -598,7 +598,7 @@ class _Search:
         return least_s >= self.enough_s and not self.learned.teaches(candidate, costs)
 
     def leave(self, candidate: PipelineCandidate, known: Mapping[int, StageLayouts]) -> None:
-        """Learn what some stages of a candidate take that is not worth to be completed."""
+        """Learn what some stages take of a candidate that is not worth completing."""
         costs, gap = {number: each.cost for number, each in known.items()}, max(each.gap for each in known.values())
         least_s = self.learned.least_with_s(candidate, {n: cost.in_time(1 - gap) for n, cost in costs.items()})
         self.learned.learn_stages(candidate, costs, gap)

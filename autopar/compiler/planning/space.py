@@ -55,7 +55,7 @@ class OneProgram:
 
     @property
     def likely_s(self) -> float:
-        """The time that its best plan is taken to need at least."""
+        """The least seconds that its best plan is expected to take."""
         return self.bound_s
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Lanes:
 
     @property
     def likely_s(self) -> float:
-        """The time that it is taken to need at least."""
+        """The least seconds that it is expected to take."""
         return self.bound_s
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Space:
     cuttable: StageProblem
     """The same, with training loops unrolled, as stages need it."""
     known: KnownLayers | None
-    """None where the step cannot be cut."""
+    """The layers of the step; None where it cannot be cut."""
     bounds: StepBounds | None
     splits: list[bool] = field(default_factory=list[bool])
     """True if several microbatches may be better than one; empty until that is asked for."""
@@ -150,7 +150,7 @@ class Space:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """All of it. Raises `Unsupported` where the offload that is asked for needs stages that there are not."""
+        """All regions. Raises `Unsupported` where the offload that is asked for needs stages that there are not."""
         found = (*self.programs(), *self.stages(), *(() if self.problem.offloads else self.lanes()))
         if self.problem.offloads and not found:
             raise Unsupported(
@@ -316,7 +316,7 @@ class Space:
         )
 
     def rank(self, region: Stages) -> tuple[float, ...]:
-        """Return by what regions are sorted before any layouts are known: what may fit, then what is roughly fast.
+        """Return the sort key of a region before any layouts are known: what may fit, then what is roughly fast.
 
         Of equal times the fewest microbatches, whose collectives are the fewest.
         """

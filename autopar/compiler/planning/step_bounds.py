@@ -91,7 +91,7 @@ class StepBounds:
     """The work on the devices of each group of the cluster."""
     state_bytes: float
     whole_bytes: float
-    """All that a step is given and makes, at once."""
+    """Bytes of all that a step is given and makes, at once."""
     recomputes: bool
     """True if the model says itself that its backward pass computes parts of the forward pass again."""
     num_devices: int

@@ -51,7 +51,7 @@ class ReshardLines:
     fixed: np.ndarray
     """Seconds for no bytes."""
     per_byte: np.ndarray
-    """More seconds for every byte of the array."""
+    """Seconds more for every byte of the array."""
 
     def seconds(self, nbytes: float) -> np.ndarray:
         """Return the seconds from every source to every target for an array of so many bytes."""

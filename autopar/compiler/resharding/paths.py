@@ -206,7 +206,7 @@ def _steps_from(layout: Layout, sizes: tuple[int, ...], mesh_shape: tuple[int, .
 def _permutes(
     layouts: Sequence[Layout], sizes: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[tuple[Layout, Layout, Permute]]:
-    """Between layouts that have the same parts, and are sums over the same axes."""
+    """Yield the permutations between layouts that have the same parts, and are sums over the same axes."""
     alike = defaultdict[tuple[tuple[int, ...], Axes], list[Layout]](list)
     for layout in layouts:
         alike[tuple(_size(axes, mesh_shape) for axes in layout.dims), layout.partial].append(layout)

@@ -49,7 +49,7 @@ class LogicalMesh:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     links: AxisLinks | None = None
-    """None: all are equal."""
+    """The links along the axes; None: all are equal."""
     order: Axes | None = None
     """The devices in the order of the mesh, row-major, where they do not follow each other."""
 
@@ -96,7 +96,7 @@ def used_axes(layout: Layout) -> frozenset[int]:
 
 
 def num_shards(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> float:
-    """How many times as large as the part of one device, padding included, the array is."""
+    """The size of the array in parts of one device, padding included."""
     return _num_shards(tuple(shape), layout.dims, mesh.shape)
 
 
@@ -117,7 +117,7 @@ def part_size(size: int, parts: int) -> int:
 
 
 def num_parts(size: int, counts: Sequence[int]) -> float:
-    """How many times as large as one of its parts a dimension is, split along axes of these sizes."""
+    """Return the size of a dimension in parts of it, split along axes of these sizes."""
     parts = math.prod(counts)
     return parts if size % parts == 0 else size / part_size(size, parts)
 
@@ -179,7 +179,7 @@ def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]
 
 @functools.cache
 def even_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
-    """Those of `all_layouts` whose parts are equal: the layouts that values outside of a program can have."""
+    """Return those of `all_layouts` whose parts are equal: the layouts that values outside of a program can have."""
     return tuple(layout for layout in all_layouts(shape, mesh) if fits(shape, layout, mesh))
 
 
@@ -206,6 +206,6 @@ def from_spec(spec: PartitionSpec, rank: int, mesh: LogicalMesh) -> Layout:
 
 
 def describe_layout(layout: Layout, mesh: LogicalMesh) -> str:
-    """For tables: `[data, -, model]`, and `[data, -] + model` for a sum over `model` still to be made."""
+    """Return it for tables: `[data, -, model]`, and `[data, -] + model` for a sum over `model` still to be made."""
     entries = ", ".join("*".join(mesh.names(axes)) or "-" for axes in layout.dims)
     return f"[{entries}]" + "".join(f" + {name}" for name in mesh.names(layout.partial))

@@ -45,7 +45,7 @@ class Rule:
     blocked: frozenset[int]
     """The factors that must not be split."""
     source: str
-    """Who says so: `"shardy"`, `"by hand"`, `"user"`; `"none"` where nobody does and everything is blocked."""
+    """Its author: `"shardy"`, `"by hand"`, `"user"`; `"none"` where it has none and everything is blocked."""
 
     def __str__(self) -> str:
         """`ij,jk->ik sum(j)`: a letter for each factor, 1 for a dimension of size 1."""
@@ -209,9 +209,9 @@ class Function:
     """A function's operations; the values of its arguments come first."""
 
     arguments: tuple[tuple[int, ...], ...]
-    """Their shapes."""
+    """The shapes of the arguments."""
     operations: tuple[Operation, ...] | None
-    """None where one of them has no rule."""
+    """The operations in order; None where one of them has no rule."""
     results: tuple[int, ...]
 
 

@@ -159,7 +159,7 @@ class _Search:
     effort: SolveEffort
     bound: float
     least: list[FloatArray]
-    """Per option: no assignment within the rows that contains it costs less."""
+    """A bound for each option: no assignment within the rows that contains it costs less."""
     rows: list[Row] = field(default_factory=list[Row])
     met: dict[Assignment, float] = field(default_factory=dict[Assignment, float])
     """Every assignment met, within the rows or not, and its cost."""

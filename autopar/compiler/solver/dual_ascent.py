@@ -82,7 +82,7 @@ class Ascent:
 
     @property
     def least(self) -> list[FloatArray]:
-        """Per option of every node: no assignment that contains it costs less."""
+        """A bound for each option of every node: no assignment that contains it costs less."""
         return self.swept.split(self.least_of_options)
 
     def offer(self, assignment: Assignment) -> None:

@@ -38,7 +38,7 @@ ENTRIES_OF_NODE = 1_000
 """Entries, for every variable, that could be looked at in the time of a node of branch and bound."""
 MOST_NODES = 1_000_000
 LAST_RESORT = 5.0
-"""Times as long as its work should take, of at least `LEAST_S` seconds, that branch and bound may take."""
+"""Factor on the seconds that its work should take, at least `LEAST_S`, that branch and bound may take."""
 LEAST_S = 5.0
 LARGEST_COST = 1e4
 """The largest cost after scaling: far above the solver's tolerance of 1e-7, far below where doubles end."""

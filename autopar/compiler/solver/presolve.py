@@ -48,7 +48,7 @@ class Eliminated(NamedTuple):
     options: IndexArray
     cost: FloatArray
     neighbours: tuple[tuple[int, IndexArray, FloatArray], ...]
-    """Per neighbour: its number, its options at the time, and the matrix (rows: options of `node`)."""
+    """The neighbours, each with its number, its options at the time, and the matrix (rows: options of `node`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class _Work:
 
     costs: list[FloatArray]
     links: list[dict[int, FloatArray]]
-    """Per node: neighbour → matrix whose rows are the node's options."""
+    """The neighbours of each node → matrix whose rows are the node's options."""
     options: list[IndexArray]
     alive: list[bool]
     protected: frozenset[int]

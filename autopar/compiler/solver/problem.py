@@ -122,7 +122,7 @@ class WorkBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class SolveEffort:
-    """When a step may stop: after some work, or at a gap, as a share of value plus `constant`."""
+    """Bounds on a step: it may stop after some work, or at a gap, as a share of value plus `constant`."""
 
     budget: WorkBudget
     max_gap: float = 0.0

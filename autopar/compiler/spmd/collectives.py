@@ -40,7 +40,7 @@ def user_line(*eqns: jc.JaxprEqn) -> str:
 
 
 def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
-    """For every action that communicates whether what its steps send, in their order, was sent before."""
+    """Return, for every action that communicates, whether what its steps send, in their order, was sent before."""
     numbering = _Numbering(merges=_has_regions(block))
     numbering.read(block, [numbering.new() for _ in block.inputs])
     return numbering.repeated
@@ -273,7 +273,7 @@ def _entered_invariants(eqn: jc.JaxprEqn, given: Sequence[float], rounds: float)
 
 
 def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
-    """For every value the equation that reads it first."""
+    """Return, for every value, the equation that reads it first."""
     readers: dict[Value, jc.JaxprEqn] = {}
     for action in reversed(block.actions):
         if isinstance(action, Evaluate | RunBody):

@@ -24,7 +24,7 @@ from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
 
 
 class Owner(Protocol):
-    """Who keeps the values: the session of a cluster."""
+    """The owner of the values: the session of a cluster."""
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values, whole; of random keys, their words."""

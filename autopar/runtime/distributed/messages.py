@@ -31,7 +31,7 @@ class WorldSpec:
     jax_settings: Mapping[str, Any]
     search_path: tuple[str, ...]
     start_timeout_s: float
-    """How long the processes may take to meet."""
+    """Seconds that the processes may take to meet."""
     after: tuple[int, ...] = ()
     """Processes of this host that have been told to end: their devices are free when they have."""
 
@@ -88,7 +88,7 @@ class StepReport:
     """The reply of a process that has started all work of a step."""
 
     times: tuple[InstructionTime, ...] = ()
-    """When each instruction ran, of a timed step."""
+    """The times at which each instruction of a timed step ran."""
 
 
 # The driver and every process make each program, so that they must have these releases in common.

@@ -42,7 +42,7 @@ class RayOptions:
     placement_group: Any = None
     runtime_env: Mapping[str, Any] | None = None
     start_timeout_s: float = START_TIMEOUT_S
-    """How long Ray and new processes may take to start: a busy machine imports JAX slowly."""
+    """Seconds that Ray and new processes may take to start: a busy machine imports JAX slowly."""
     answer_timeout_s: float = ANSWER_TIMEOUT_S
     """A process that answers no ping for so long is taken for lost; one that compiles or traces still answers."""
 

@@ -48,7 +48,7 @@ class Replies:
         self.meshes_of: Mapping[int, Sequence[int]] = {}
         """The meshes that each process works for, in the step that was loaded last: for messages."""
         self.lost_processes: set[int] = set()
-        """Those that are known to have died."""
+        """The processes that are known to have died."""
         self._ray = hosts.ray
         self._lock = threading.Lock()
         self._pending: deque[_Pending] = deque()

@@ -272,7 +272,7 @@ class RaySession(Numbering):
 
     @property
     def failure(self) -> AutoparError | None:
-        """Why the cluster is lost; None while it is not."""
+        """The error by which the cluster is lost; None while it is not."""
         return self.replies.failure
 
     @property

@@ -23,7 +23,7 @@ GRACE_S = 0.7  # peers of a process that died may say first that a transfer fail
 
 
 class Watched(Protocol):
-    """Those who wait for the processes, as the watch sees them."""
+    """The waiters for the processes, as the watch sees them."""
 
     hosts: RayHosts
     failure: AutoparError | None
