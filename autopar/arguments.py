@@ -48,7 +48,7 @@ class ArgumentRoles:
     keeps_inputs: bool = False
     """True if arguments that the step returns as they are stay the caller's own, as of a step that follows another."""
     static_numbers: bool = False
-    """Python's numbers are static, as by `eqx.filter_jit`."""
+    """True if Python's numbers are static, as by `eqx.filter_jit`."""
 
 
 @jax.tree_util.register_static

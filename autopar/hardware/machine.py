@@ -243,38 +243,38 @@ class Machine:
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     fuses: bool = True
-    """Equations are joined in kernels; else each that is no view is a kernel, as where a framework runs one by one."""
+    """True if equations are joined in kernels; else each but a view is one, as where a framework runs one by one."""
     schedules_for_latency: bool = False
-    """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
+    """True if XLA puts work behind collectives by its defaults, and keeps until then what it reads, fit or not."""
     schedules_for_memory: bool = True
-    """XLA has large gradients wait for the end where it does not schedule for latency; else they stand as written."""
+    """True if XLA, where it does not schedule for latency, puts large gradients last; else they stand as written."""
     product_sums: bool = True
-    """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
+    """True if XLA has matrix products write their sum with what is added to them, whoever else reads that."""
     fuses_products: bool = False
-    """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
+    """True if XLA computes what products read in their kernels, in the type in which they multiply: it is not kept."""
     computes_narrower: bool = False
     """True if XLA's fused products compute 16-bit operands of wider arrays, too: probabilities of scores."""
     holds_rows: bool = False
-    """XLA reduces rows and computes what follows in one kernel, and exponentials once more in each that reads them."""
+    """True if XLA reduces rows and computes what follows in one kernel; exponentials are computed for each reader."""
     keeps_exponentials: bool = False
     """True if XLA, where it holds rows, keeps exponentials all the same that more than two kernels read."""
     transposes_operands: bool = False
-    """XLA transposes operands of products whose batch, contracted or other dimensions are not side by side."""
+    """True if XLA transposes operands of products whose batch, contracted or other dimensions are not side by side."""
     widens_bfloat16: bool = False
-    """XLA computes functions of bfloat16 in float32, and keeps in that what only other such functions read."""
+    """True if XLA computes functions of bfloat16 in float32, and keeps what only other such functions read in that."""
     scatters_sums: bool = True
-    """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
-    part, and computes nothing meanwhile."""
+    """True if XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then
+    takes its part, and computes nothing meanwhile."""
     masks_ragged_products: bool = False
-    """XLA computes a product in ragged groups as one in which every group meets all rows, those of others as zeros."""
+    """True if XLA computes a ragged product as one in which every group meets all rows, those of others as zeros."""
     transposes_kernels: bool = False
-    """XLA has libraries compute convolutions, which read kernels with the output channels first, and write gradients
-    of kernels so: those that are written with space first are copied."""
+    """True if XLA has libraries compute convolutions, which read kernels with the output channels first, and write
+    gradients of kernels so: those that are written with space first are copied."""
     gathers_outermost: bool = False
-    """XLA gathers arrays along the dimension that is outermost in memory: along any other they are transposed then."""
+    """True if XLA gathers arrays along the dimension outermost in memory: along any other they are transposed then."""
     copies_state: bool = False
-    """XLA copies new state to the place of the old one when all else is done, if it is gathered of updated parts, or
-    comes of gradients that are transposed behind their sum."""
+    """True if XLA copies new state to the place of the old one when all else is done, where it is gathered of updated
+    parts, or comes of gradients that are transposed behind their sum."""
     channels_last: tuple[str, ...] = ()
     """The types of images, of `DTYPES`, whose channels are innermost where XLA has libraries compute convolutions;
     those of other types have space innermost. What lies otherwise is copied."""

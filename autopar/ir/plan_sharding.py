@@ -42,7 +42,7 @@ class PlannedCollective:
     scope: str
     """The place in the model: the name stack of the equation that reads it."""
     repeated: bool = False
-    """The same was done before, and is done again to save memory: a compiler may merge the two."""
+    """True if the same was done before, and is done again to save memory: a compiler may merge the two."""
     invariant_trips: float = 1.0
     """Rounds of the loops around it in which its operand is the same: a compiler may run it once for them all."""
     line: str = ""

@@ -24,15 +24,15 @@ class Schedule(ABC):
 
     name: str
     splits_weight_gradients: bool = False
-    """The weight gradient of a microbatch is a task of its own, W, and no part of B."""
+    """True if the weight gradient of a microbatch is a task of its own, W, and no part of B."""
     virtual_stages: tuple[int, ...] = (1,)
     """Numbers of stages on a mesh that a search tries; the first is the default. (1,): no more than one."""
     hides_transfers: bool = False
-    """A mesh has other microbatches to work on while one is on its way."""
+    """True if a mesh has other microbatches to work on while one is on its way."""
     most_virtual_stages: float = math.inf
     """Most stages on a mesh for which there is an order of this schedule."""
     memory_depends_on_num_stages: bool = True
-    """The microbatches in flight on a stage depend on more than the number of stages behind it."""
+    """True if the microbatches in flight on a stage depend on more than the number of stages behind it."""
 
     @abstractmethod
     def stage_tasks(self, stage: int, num_stages: int, num_microbatches: int) -> Sequence[Task]:

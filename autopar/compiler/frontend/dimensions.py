@@ -58,7 +58,7 @@ class Reduction:
     kind: str
     """`"reduce"`, `"index"` for places that a gather or scatter names, or `"slice"` for single places by number."""
     backward: bool
-    """It belongs to the backward pass of a gradient."""
+    """True if it belongs to the backward pass of a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class FoundBatch:
     inputs: tuple[int, ...] = ()
     missing: str = ""
     ambiguous: bool = False
-    """Several readings are possible; `missing` names them."""
+    """True if several readings are possible; `missing` names them."""
 
 
 def find_batch(

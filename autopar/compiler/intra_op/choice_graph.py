@@ -287,7 +287,7 @@ class BlockBuilder:
     combined: CombinedValues
     """The values whose collectives share their latency."""
     within: jc.JaxprEqn | None = None
-    """The equation that it is a body of."""
+    """The equation of which this jaxpr is a body."""
     only_phase: str | None = None
     """The phase of its equations, where that is known; otherwise the scopes tell."""
     sources: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])

@@ -99,7 +99,7 @@ class ModelledMemory:
     arguments: _Terms
     arguments_bytes: float
     moments: Sequence[Moment]
-    """The worst first."""
+    """The moments, the worst first."""
     forms: Forms
 
     @property

@@ -44,7 +44,7 @@ from autopar.compiler.spmd.combining import CombinedValues, combined_values
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 
 KEPT_WITHIN = "kept within a task"
-"""The name of what forward tasks that hold their backward pass keep for that, among those that have multipliers."""
+"""The name, among those that have multipliers, of what forward tasks keep for the backward pass that they hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

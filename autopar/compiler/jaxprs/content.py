@@ -61,7 +61,7 @@ class _Writer:
         self.texts: dict[int, tuple[Any, str]] = {}
         """The text of what many equations share, by identity; what is shared is kept, so that this stays its own."""
         self.types: dict[int, tuple[Any, str]] = {}
-        """The same of the types of values."""
+        """The text of each type of values, kept likewise."""
         self.places: dict[Hashable, str] = {}
         """The text of each place where equations come from."""
 

@@ -22,7 +22,7 @@ class Replaced(NamedTuple):
     place: jc.SourcePlace
     """The place of its equations."""
     again: bool
-    """Its equations may be replaced in turn."""
+    """True if its equations may be replaced in turn."""
 
 
 Replacement = Callable[[jc.JaxprEqn, jc.SourcePlace], Replaced | None]

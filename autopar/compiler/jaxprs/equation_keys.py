@@ -40,7 +40,7 @@ _classes: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.We
 
 
 class _Key:
-    """Stands for a key: itself alone is equal to it, which takes no time to see."""
+    """A stand-in for a key: only itself is equal to it, which takes no time to see."""
 
     __slots__ = ()
 

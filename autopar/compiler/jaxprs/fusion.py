@@ -73,23 +73,23 @@ class FusionRules(NamedTuple):
     """The fusions that a compiler does, as the fields of `Machine` of the same names say."""
 
     product_sums: bool
-    """Products write the sums of their results."""
+    """True if products write the sums of their results."""
     fuses_products: bool = False
-    """Products compute what they read, and what follows them."""
+    """True if products compute what they read, and what follows them."""
     holds_rows: bool = False
-    """Reductions of rows and what follows them are one kernel, and exponentials are computed again for each reader."""
+    """True if rows are reduced in one kernel with what follows; each reader computes exponentials again."""
     keeps_exponentials: bool = False
-    """Exponentials are kept all the same that more than two kernels read."""
+    """True if exponentials are kept all the same that more than two kernels read."""
     transposes_operands: bool = False
-    """Operands of products are transposed whose dimensions of one kind are not side by side."""
+    """True if operands of products are transposed whose dimensions of one kind are not side by side."""
     transposes_kernels: bool = False
-    """Convolutions read copies of kernels that have space first."""
+    """True if convolutions read copies of kernels that have space first."""
     piece_bytes: float = 64.0
     """Bytes that are written in the time of shorter pieces."""
     erf_flops: float = 1.0
     """Operations that error functions take for each number."""
     fuses: bool = True
-    """Equations are joined in kernels at all."""
+    """True if equations are joined in kernels at all."""
 
     @staticmethod
     def of(machine: Machine) -> FusionRules:
@@ -111,7 +111,7 @@ class Traffic(NamedTuple):
     kept: float = 1.0
     """Bytes that the kernel of a product writes, per byte of its result: they may be of another type."""
     reduces: bool = False
-    """Its kernel, or one of them, has a reduction."""
+    """True if its kernel, or one of them, has a reduction."""
     wasted: float = 0.0
     """Further times that memory takes the bytes of its results, as they are written in pieces that are too short."""
 
@@ -186,7 +186,7 @@ def _of_content(jaxpr: jc.Jaxpr, stacks: Stacks | None, rules: FusionRules) -> t
 
 
 _END = -1
-"""Reads what leaves the program; the readers below it write into stacks."""
+"""The number of a reader of what leaves the program; the readers below it write into stacks."""
 _Kernel = tuple[Hashable, ...]
 
 

@@ -11,7 +11,7 @@ from autopar.compiler.jaxprs import primitives
 Operands = tuple[int, ...]
 
 EXACT_IN_FIRST = primitives.REARRANGEMENTS | {"gather", "neg"}
-"""Linear in their first operand, and no element is rounded."""
+"""Primitives that are linear in their first operand, and round no element."""
 _IN_FIRST = EXACT_IN_FIRST | primitives.names(
     "conj convert_element_type cumsum div fft imag real reduce_precision reduce_sum reduce_window_sum "
     "select_and_gather_add select_and_scatter_add widen_gradient"

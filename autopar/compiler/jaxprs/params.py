@@ -336,10 +336,10 @@ class Attention(NamedTuple):
     segments: int
     """Sequences that may be packed into one example."""
     paged: bool
-    """Keys and values lie in pages."""
+    """True if keys and values lie in pages."""
     dropout: bool
     scaled: bool
-    """It computes in 8 bits, and returns the largest numbers that it met."""
+    """True if it computes in 8 bits, and returns the largest numbers that it met."""
 
     @property
     def pairs(self) -> float:

@@ -13,7 +13,7 @@ def names(text: str) -> frozenset[str]:
 
 
 MANUAL = names("shard_map")
-"""It runs its body on parts of arrays, over axes of a mesh of its own; `pmap` is one too."""
+"""Primitives that run their body on parts of arrays, over axes of a mesh of their own; `pmap` is one too."""
 
 # Elements as they are
 
@@ -49,7 +49,7 @@ ELEMENTWISE = ADDITIONS | names(
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh widen_gradient xor zeros_like zeta
     """
 )
-"""Element i of a result is computed from the elements i of the operands; scalars go with every element."""
+"""Primitives that compute element i of a result from the elements i of the operands; scalars go with every element."""
 
 # Along dimensions
 
@@ -59,12 +59,12 @@ CUMULATIVE = names("cumsum cumprod cummax cummin cumlogsumexp")
 SORTS = names("sort top_k approx_top_k")
 WINDOWS = names("reduce_window reduce_window_sum reduce_window_max reduce_window_min")
 SELECTIONS = names("select_and_scatter select_and_scatter_add select_and_gather_add")
-"""A window picks an element: the derivatives of a maximum over windows."""
+"""Primitives in which a window picks an element: the derivatives of a maximum over windows."""
 SCATTERS = names("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 MATRIX_PRODUCTS = names("dot_general ragged_dot ragged_dot_general")
 PRODUCTS = MATRIX_PRODUCTS | {"conv_general_dilated"}
 MASKED = PRODUCTS | names("reduce_sum reduce_max reduce_min scatter-add gather")
-"""Padding of what they sum away, or take the greatest of, is known how to replace by what changes nothing."""
+"""Primitives that sum, or take the greatest, over padding that can be replaced by what changes nothing."""
 ATTENTION = names(
     "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fp8_bwd_wrapper"
@@ -74,7 +74,7 @@ FACTORIZATIONS = names(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
     "symmetric_product triangular_solve tridiagonal"
 )
-"""They treat each matrix of a batch alike, and are not cheap."""
+"""Primitives that treat each matrix of a batch alike, and are not cheap."""
 
 # Random numbers
 
@@ -89,7 +89,7 @@ VISIBLE = names("debug_callback debug_print io_callback")
 """Callbacks that are to happen once, whatever computes their operands."""
 CALLBACKS = VISIBLE | {"pure_callback"}
 FOREIGN = names("custom_call ffi_call pallas_call")
-"""Kernels of others."""
+"""Primitives that run kernels of others."""
 LOOPS = names("scan while")
 CONTROL_FLOW = LOOPS | {"cond"}
 REMAT = names("remat2 checkpoint remat")

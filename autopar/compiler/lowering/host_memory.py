@@ -79,11 +79,11 @@ class _Stay:
     comes: bool
     """True if it comes from the host; otherwise the first use makes it."""
     takes: bool
-    """The host keeps no copy when it comes."""
+    """True if the host keeps no copy when it comes."""
     leaves: bool
     """True if it leaves to the host, from which it comes again, or where the step ends with it."""
     ends: bool
-    """Nothing else forgets it on the devices."""
+    """True if nothing else forgets it on the devices."""
 
     @property
     def written_at(self) -> int | None:

@@ -249,7 +249,7 @@ class _Lister:
             self._scale(arrays, roots, share)
 
     def _read_by(self, reads: Callable[[Op], bool]) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
-        """Return what some ops read or the block results in, and by view or form the array that it is one of."""
+        """Return the values that some ops read or the block results in, and the array of each view or form."""
         roots: dict[Hashable, Hashable] = {}
         found: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
         for op in self.ops:

@@ -55,15 +55,15 @@ class Op(NamedTuple):
     reads: tuple[Key, ...]
     results: tuple[Key, ...]
     expensive: bool = False
-    """Too costly to be computed twice."""
+    """True if it is too costly to be computed twice."""
     growth: float = 1.0
     """Largest size, in multiples of all that it is computed from, at which a result of many readers is still kept."""
     widening: float = 1.0
     """Factor by which its result is kept wider than its type is."""
     over: bool = False
-    """It writes its results over operands of the same size that nobody reads any more."""
+    """True if it writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
-    """Its results are there only when it is done: until then they count among what it needs inside."""
+    """True if its results are there only when it is done: until then they count among what it needs inside."""
     collective: str = ""
     """The kind of the collective that it is; "" if it is none."""
     early: tuple[Key, ...] = ()
@@ -73,19 +73,19 @@ class Op(NamedTuple):
     seconds: float = 0.0
     """Seconds that a product or a collective takes."""
     slices: bool = False
-    """It takes a part of an array."""
+    """True if it takes a part of an array."""
     behind_barrier: bool = False
-    """It reads what a barrier in front of it holds in memory, though it is fused."""
+    """True if a barrier in front of it holds what it reads in memory, though it is fused."""
     computes_narrower: bool = False
-    """A product whose kernel computes what it reads, though it reads larger arrays for that."""
+    """True for a product whose kernel computes what it reads, though it reads larger arrays for that."""
     reorders: bool = False
-    """It is of a library that reads and writes arrays in another order of dimensions than programs have them."""
+    """True if its library reads and writes arrays in another order of dimensions than programs have them."""
     keeps_order: bool = False
-    """It reads arrays in any order of dimensions, and its results have that order."""
+    """True if it reads arrays in any order of dimensions, and its results have that order."""
     reduces_rows: bool = False
-    """A reduction of rows that a kernel computes which goes on to what follows of them."""
+    """True for a reduction of rows whose kernel goes on to what follows of them."""
     adds_gradients: bool = False
-    """It adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
+    """True if it adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
     steps: Hashable = ()
     """The steps of a collective, equal for those that may be one."""
 
@@ -174,7 +174,7 @@ class _Program:
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
     reordering: bool = False
-    """Some op is of a library that has arrays in an order of its own."""
+    """True if an op is of a library that has arrays in an order of its own."""
     reordered: set[Key] = field(default_factory=set[Key])
     """The arrays that have that order."""
     constants: set[Key] = field(default_factory=set[Key])

@@ -18,7 +18,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Op
 
 _MERGED_BYTES = 64 * 2**20
-"""Products are merged whose operands and result have no more bytes: XLA's `xla_gpu_dot_merger_threshold_mb`."""
+"""Most bytes of operands and result of products that are merged: XLA's `xla_gpu_dot_merger_threshold_mb`."""
 
 
 class KeptProduct(NamedTuple):

@@ -35,7 +35,7 @@ from autopar.compiler.memory.liveness import Key, Op
 
 _SUMS = ("reduce-scatter", "all-reduce")
 _FEW_BYTES = 4096
-"""A loss that is the sum of no more has kernels of its own, of more those of its gradient: of six GPTs compiled."""
+"""Most bytes whose sum, a loss, has kernels of its own; a larger one has its gradient's: of six GPTs compiled."""
 _AT_THE_END = math.inf
 """The place behind the collectives that only results take."""
 

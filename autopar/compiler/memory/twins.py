@@ -30,7 +30,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.liveness import Key, Op
 
 ADDED_TO_ZEROS = "select_and_scatter_add"
-"""Adds gradients of windows to zeros of the shape of its second operand."""
+"""The primitive that adds gradients of windows to zeros of the shape of its second operand."""
 
 
 def rectifies(eqn: jc.JaxprEqn) -> bool:

@@ -59,7 +59,7 @@ class Scope:
 
     place: EquationPlace = ()
     straight: bool = True
-    """Runs exactly once per microbatch, so what it needs of the whole batch can be computed before it."""
+    """True if it runs exactly once per microbatch, so what it needs of the whole batch can be computed before it."""
     states: dict[jc.Var, State] = field(default_factory=dict[jc.Var, State])
     producers: ChainMap[jc.Var, jc.JaxprEqn] = field(default_factory=lambda: ChainMap())
     constants: ChainMap[jc.Var, Any] = field(default_factory=lambda: ChainMap())

@@ -30,7 +30,7 @@ class Provenance:
     """The origin of a value. Sets are bits of an int: a train step has tens of thousands of equations."""
 
     stateful: bool = False
-    """Depends on an input that is neither of the batch, nor a random key, nor a small integer (a counter)."""
+    """True if it depends on an input that is neither of the batch nor a random key nor a small integer (a counter)."""
     round: int = 0
     """The number of accumulations over the microbatches that precede it."""
     rows: int = 0
@@ -73,7 +73,7 @@ class Batched:
     axis: int
     provenance: Provenance = NOTHING
     gathered: bool = False
-    """The rows of all microbatches are at hand, and each takes its own."""
+    """True if the rows of all microbatches are at hand, and each takes its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class MicrobatchStep:
     operands: tuple[State, ...]
     results: tuple[State, ...]
     local: bool = False
-    """A sum over the microbatch stands for the one over the batch: it is multiplied by their number."""
+    """True if a sum over the microbatch, times the number of microbatches, stands for the one over the batch."""
     identity_column: int | None = None
     """The column of a gather's or scatter's indices that counts the rows of the batch."""
     bodies: tuple[MicrobatchBlock, ...] = ()

@@ -34,7 +34,7 @@ class StageCut:
     remat_stages: frozenset[int] = frozenset()
     """Stages whose backward task computes the forward again."""
     split_weight_gradients: bool = False
-    """Weight gradients are tasks of their own."""
+    """True if weight gradients are tasks of their own."""
     host_state: tuple[tuple[str, ...], ...] = ()
     """Parts of the state that are kept on the host, each of which has updates of its own."""
     shares: tuple[int, ...] = ()

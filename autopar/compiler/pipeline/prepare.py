@@ -35,7 +35,7 @@ class PreparedStep:
     input_names: tuple[str, ...]
     state_outputs: Mapping[int, int]
     recomputes: bool
-    """The user rematerialises more than a layer at once: every stage is to compute its forward again."""
+    """True if the user rematerialises more than a layer at once: every stage is to compute its forward again."""
 
 
 def loop_pieces_for(trace: Trace, num_layers: int) -> int:

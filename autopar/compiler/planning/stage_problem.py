@@ -45,7 +45,7 @@ class StageProblem:
     hardware: Cluster
     cache_directory: Path | None
     checked: bool = False
-    """The plan will be compiled to see what it needs, and so may use all of its memory budget."""
+    """True if the plan will be compiled to see what it needs, and so may use all of its memory budget."""
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
     deadline_s: float = math.inf

@@ -54,7 +54,7 @@ def _has_regions(block: LocalBlock) -> bool:
 @dataclass(kw_only=True, eq=False)
 class _Numbering:
     merges: bool
-    """Equal equations get equal numbers. Outside of remat regions there are no two."""
+    """True if equal equations get equal numbers. Outside of remat regions there are no two."""
     numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     repeated: dict[Action, tuple[bool, ...]] = field(default_factory=dict[Action, tuple[bool, ...]])
     fresh: Iterator[int] = field(default_factory=itertools.count)
@@ -137,11 +137,11 @@ class LocalCollective(NamedTuple):
     """The equation that made its operand; None for an input."""
     phase: str
     repeated: bool
-    """The same was done before, and is done again to save memory."""
+    """True if the same was done before, and is done again to save memory."""
     invariant_trips: float
     """Rounds of the loops around it in which its operand is the same: one run before them would do."""
     combined: bool
-    """The compiler combines it with others, so that they share their latency."""
+    """True if the compiler combines it with others, so that they share their latency."""
     share: float
     """The share of its program's runs that come by here: one branch of several is taken."""
 
