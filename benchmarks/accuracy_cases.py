@@ -36,7 +36,7 @@ class Layout:
     microbatch: int
     """Samples of one microbatch in one data-parallel group."""
     microbatches: int
-    """Of one step, in one data-parallel group."""
+    """Microbatches of one step, in one data-parallel group."""
     sequence: int
     recompute: str = "none"
     """"none", "selective" (attention's scores) or "full" (whole layers)."""
@@ -102,14 +102,14 @@ class Case:
 
 
 class Unusable(Exception):
-    """Why a row cannot be simulated, as a short sentence that counts with others."""
+    """The reason that a row cannot be simulated, as a short sentence that counts with others."""
 
 
 LARGEST = {"layers": 10_000, "ngpu": 10**6}
-"""Of a column, what is taken for a measurement; of the other columns 10⁸."""
+"""Largest value of a column that is taken for a measurement; 10⁸ for the other columns."""
 LONGEST_S = 1e8
 _VOCABULARY = 50304
-"""Of GPT-2, padded to a multiple of 128."""
+"""Words of GPT-2, padded to a multiple of 128."""
 _TRAINS_IN_BF16 = "02-28"
 """The day of 2022, as notes have it, from which Megatron-DeepSpeed has an optimizer for BF16."""
 
@@ -255,7 +255,7 @@ def _gpt(row: Row, billions: float) -> Transformer | None:
 
 
 def _heads(hidden: int, tensor: int) -> int:
-    """As many on each device, of a multiple of 8 channels, and as near to 128 as that allows."""
+    """Return as many heads on each device, of a multiple of 8 channels, and as near to 128 as that allows."""
     possible = [heads for heads in range(tensor, hidden // 8 + 1, tensor) if hidden % (8 * heads) == 0]
     return min(possible, key=lambda heads: abs(math.log(hidden / heads / 128)), default=hidden // 128)
 
@@ -395,7 +395,7 @@ def _measured_s(row: Row, model: Transformer, layout: Layout) -> float:
 
 
 def _megatron_flops(model: Transformer, layout: Layout) -> float:
-    """As Narayanan et al. (2021, equation 3) count them, what is computed again included."""
+    """Return the FLOPs as Narayanan et al. (2021, equation 3) count them, what is computed again included."""
     tokens, h = layout.batch * layout.sequence, model.hidden
     factor = 96 if layout.recompute == "full" else 72
     attention = 1 + layout.sequence / (6 * h)

@@ -26,7 +26,7 @@ from benchmarks.accuracy_rows import SOURCES
 MEASURED = frozenset(("step_s", "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred"))
 """Columns of what came out of a run; which rows are fitted to does not depend on them."""
 NOISE = 0.02
-"""Of one measured step, relative."""
+"""Relative noise of one measured step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 
 BEHIND_COMPUTE = 0.5
-"""Of the collectives of gradients and parameters, what frameworks with streams of their own hide: estimate."""
+"""Share of the collectives of gradients and parameters that frameworks with streams of their own hide: estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Habits:
     """Habits of a framework, the same for every model."""
 
     dtype: str = "bfloat16"
-    """Of the matrix products."""
+    """The type of the matrix products."""
     flash: bool = True
     """Attention in one kernel, its scores never in memory."""
     launch_s: float = 0.0
-    """Of one kernel from Python; the machine's own gap where that is more. 0: kernels are not launched one by one."""
+    """Seconds of one kernel from Python; the machine's own gap where that is more. 0: none is launched one by one."""
     launches: Launches | None = None
-    """Those of a layer; None if they are not counted, and each kernel that XLA would launch takes no less than one."""
+    """Launches of a layer; None if they are not counted, and each kernel that XLA would launch takes one at least."""
     hidden_share: float = 0.0
     """Share of the collectives of gradients and ZeRO-3's parameters that runs behind compute."""
     overlaps_products: bool = False
@@ -45,7 +45,7 @@ class Habits:
     frozen: bool = False
     """Only adapters beside the weights are trained (LoRA): weights have no gradients, and are not updated."""
     held_bytes: float = 4 * 2**30
-    """By CUDA's context and libraries, NCCL's buffers for each of the groups, and cuBLAS's workspaces: estimate."""
+    """Bytes of CUDA's context and libraries, NCCL's buffers for each group, and cuBLAS's workspaces: estimate."""
     fragmentation: float = 1.1
     """Bytes held by a caching allocator over those in use, estimate; 1 if memory is planned ahead of the step. CUDA's
     allocator in PyTorch frees what it caches where there would be no room else (c10/cuda/CUDACachingAllocator.cpp)."""
@@ -63,8 +63,8 @@ class CompilerSettings:
 
 EAGER_S = 10e-6
 CHECKPOINTED_S = 40e-6
-"""With autograd, modules and checkpoints of layers, which keep and restore the state of random numbers: chosen off a
-half of the measured steps of GPTs on eight A100s, to be tested on the other."""
+"""Seconds of a launch with autograd, modules and checkpoints of layers, which keep and restore the state of random
+numbers: chosen off a half of the measured steps of GPTs on eight A100s, to be tested on the other."""
 
 # Megatron-LM, megatron/model/transformer.py with fused kernels. Forward: 2 norms, 4 products, 2 of the scores, softmax,
 # dropout of it, copy of the heads, bias and GELU, 2 x 2 of bias, dropout and sum. Backward: 2 x 3 of norms, 2 x 4
@@ -78,7 +78,7 @@ MEGATRON_2021 = Habits(dtype="float16", flash=False, launch_s=CHECKPOINTED_S, la
 # multiply float32 in TF32.
 SAILOR = replace(MEGATRON_2021, dtype="tf32")
 MEGATRON_CORE = Habits(launch_s=EAGER_S, hidden_share=BEHIND_COMPUTE, overlaps_products=True, sums_in_32_bits=True)
-"""With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
+"""Megatron-Core with tp_comm_overlap, as recipes of NeMo and Megatron-Bridge and submissions to MLPerf set it."""
 ONEFLOW = replace(MEGATRON_2021, launch_s=0.0, launches=None, hidden_share=BEHIND_COMPUTE)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
 of gradients beside the backward pass too (Yuan et al. 2021)."""

@@ -29,7 +29,7 @@ class Entry:
     peak_bytes: float = 0.0
     unusable: str = ""
     parts: dict[str, Any] | None = None
-    """Of the step, as `StepParts.to_data` writes them, where it is priced anew for other figures."""
+    """The parts of the step, as `StepParts.to_data` writes them, where it is priced anew for other figures."""
 
 
 class Journal:

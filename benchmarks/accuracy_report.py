@@ -95,7 +95,7 @@ class Evaluated:
     plain: Predicted
     calibrated: Predicted | None = None
     left_out: Predicted | None = None
-    """With scalars fitted to rows of other sources on the machine."""
+    """The prediction with scalars fitted to rows of other sources on the machine."""
     fitted: bool = False
     """The row is one that scalars were fitted to: it is not tested."""
 
@@ -174,7 +174,7 @@ def cell_regrets(timed: Sequence[Predicted]) -> list[float]:
 
 
 def ordered_pairs(timed: Sequence[Predicted]) -> list[bool]:
-    """Of every pair of one cell whose measured times have an order, whether it is that of the predictions."""
+    """Return, for every pair of one cell whose measured times have an order, whether the predictions have the same."""
     return [fast.step_s < slow.step_s for fast, slow in clear_pairs(timed)]
 
 

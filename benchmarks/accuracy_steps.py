@@ -115,7 +115,7 @@ class Degrees:
     gathers_apart: bool
     """Parameters are gathered for the backward pass although they were for what is computed again."""
     stages: tuple[Stage, ...] = ()
-    """Of unequal stages, each; empty for equal ones."""
+    """Each of unequal stages; empty for equal ones."""
 
     @property
     def devices(self) -> int:
@@ -137,7 +137,7 @@ class StepCase:
     model: Model
     layout: Degrees
     machine: Machine
-    """That of the row, by the rules of the compiler that was measured."""
+    """The machine of the row, by the rules of the compiler that was measured."""
     devices: int
 
     @property

@@ -88,7 +88,7 @@ class Row:
     answers: int
     prices: int
     refusals: tuple[str, ...]
-    """Of the answers, those that say why there is no such plan."""
+    """The answers that say why there is no such plan."""
     wrong: tuple[str, ...]
     seconds: float
 

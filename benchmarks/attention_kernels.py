@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def product_flops(self) -> float:
-        """Of one of its products, what the mask leaves of it."""
+        """FLOPs that the mask leaves of one of its products."""
         return 2.0 * self.batch * self.heads * self.length**2 * self.width * (0.5 if self.causal else 1)
 
     @property

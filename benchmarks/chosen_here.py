@@ -74,7 +74,7 @@ class Row:
     interval: tuple[float, float]
     """95 % of the median of ratios."""
     cpu_ratio: float
-    """Of CPU time, medians of the chosen plan and of the other that takes least."""
+    """Ratio of CPU time, medians of the chosen plan and of the other that takes least."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ from benchmarks.hlo_roofline import work_of
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledFigures:
-    """Of one device and step."""
+    """Figures of one device and step."""
 
     wire_bytes: dict[str, float]  # sent, by kind of collective
     num_collectives: float

@@ -20,14 +20,14 @@ from benchmarks.accuracy_cases import Case
 from benchmarks.accuracy_frameworks import Launches
 
 POWER = 2.5
-"""In which device and host are added: 1 is one after the other, and much the longer of both."""
+"""Exponent with which device and host are added: 1 is one after the other, and much the longer of both."""
 APART = 1.6
 """Launches by which hosts are apart between two collectives; both are chosen with `CHECKPOINTED_S`."""
 FASTER = 3.0
-"""Of the rate of vector units, in kernels written by hand: XLA computes functions like tanh, which hardware knows, from
-many more operations. Chosen with the others."""
+"""Factor on the rate of vector units in kernels written by hand: XLA computes functions like tanh, which hardware
+knows, from many more operations. Chosen with the others."""
 COLLECTIVES = 2
-"""Of tensor parallelism in a layer's forward pass, and as many in its backward pass."""
+"""Collectives of tensor parallelism in a layer's forward pass, and as many in its backward pass."""
 FUSED_ROWS = 4
 """Rows of scores of so many heads and examples are one block of the fused softmax of Megatron-LM, which takes no other
 numbers of them, and 16 bits only (megatron/model/fused_softmax.py, is_kernel_available)."""

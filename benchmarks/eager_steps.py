@@ -50,7 +50,7 @@ from benchmarks.models.llama import Llama, llama_workload
 from benchmarks.models.workload import Workload
 
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "fp8": jnp.bfloat16, "tf32": jnp.float32}
-"""Of a model's values, by that of its products."""
+"""Types of a model's values, by that of its products."""
 _TIME_LIMIT_S = 20.0
 _UNBOUNDED = 1e15
 _EXPERTS = r"layer_\d+\.(gate|up|down)$"
@@ -60,7 +60,7 @@ PARTIAL = 0.1
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
 WHOLE_GROUP = 8
 UNALIGNED = 0.4
-"""Of the rate of products, where a size is no multiple of 8, that rows of GPTs with 50,257 words on one device show."""
+"""Share of the rate of products with a size that is no multiple of 8: of GPTs with 50,257 words on one device."""
 
 
 def check_expressed(case: Case) -> Case:

@@ -64,7 +64,7 @@ OTHER_KIND = "another processor"
 _MARK = "accelerator_type:OTHER"  # how a node says its kind to Ray
 METHODS = {"auto": autopar.Auto, "data": autopar.DataParallel, "zero": autopar.Zero}
 TOLERANCE = 1e-4
-"""Of float32 sums in another order, over hundreds of steps of gradient descent."""
+"""Tolerance of float32 sums in another order, over hundreds of steps of gradient descent."""
 PATIENCE_S = 300.0
 
 
@@ -106,9 +106,9 @@ class Event:
     shard_lost: bool = False
     from_storage: bool = False
     at_s: float = 0.0
-    """Since the run began, as the event did."""
+    """Seconds from the beginning of the run to the event."""
     load: float = 0.0
-    """Of the machine, as the system says it for the last minute."""
+    """Load of the machine, as the system says it for the last minute."""
 
 
 class Nodes:

@@ -130,7 +130,7 @@ def _num_layers(workload: Workload) -> int:
 
 
 def _state_bytes(workload: Workload) -> tuple[float, float]:
-    """Of the parameters that the model reads, and of the rest of the state."""
+    """Return the bytes of the parameters that the model reads, and of the rest of the state."""
 
     def nbytes(tree: Any) -> float:
         return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))

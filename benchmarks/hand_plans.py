@@ -32,7 +32,7 @@ SPLIT_BY_MODEL = ("mlp", "heads", "vocabulary")
 
 @dataclass(frozen=True, kw_only=True)
 class HandPlan:
-    """Where the dimensions of arrays go, on a mesh of its own."""
+    """A plan by hand: where the dimensions of arrays go, on a mesh of its own."""
 
     name: str
     mesh: Mapping[str, int]  # sizes of the axes

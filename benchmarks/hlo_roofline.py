@@ -74,7 +74,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one device and step."""
+    """The work of one device and step."""
 
     kernels: tuple[Kernel, ...]
 
@@ -168,7 +168,7 @@ def _read(text: str) -> Iterator[_Computation]:
 
 
 def _executions(computations: dict[str, _Computation]) -> dict[str, float]:
-    """How often each computation runs whose instructions are kernels of their own."""
+    """Return how often each computation runs whose instructions are kernels of their own."""
     executions = defaultdict[str, float](float)
     for name in reversed(computations):  # XLA prints the called before the calling
         if computations[name].is_entry:
@@ -267,7 +267,7 @@ def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> 
 
 
 def _needed_shares(body: _Computation) -> dict[str, float]:
-    """Of every value in a fusion the share that its result depends on; XLA computes no more of it."""
+    """Return the share of every value in a fusion that its result depends on; XLA computes no more of it."""
     cut, whole = defaultdict[str, float](float), defaultdict[str, float](float)
     shares: dict[str, float] = {}
     for i in reversed(body.instructions):  # the root first, and readers before what they read

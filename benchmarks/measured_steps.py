@@ -82,7 +82,7 @@ class Row:
     model: str
     planned_ms: float
     calibrated_ms: float | None
-    """By the figures of `--figures`."""
+    """Milliseconds by the figures of `--figures`."""
     measured_ms: float
     interval_ms: tuple[float, float]
     """95 % of the median of rounds."""
@@ -95,7 +95,7 @@ class Row:
     machine: Mapping[str, Any]
 
     def error(self, milliseconds: float) -> float:
-        """By which share of the measured time a modelled one lies above it."""
+        """Return how far a modelled time lies above the measured one, as a share of that."""
         return milliseconds / self.measured_ms - 1
 
 

@@ -94,12 +94,12 @@ class Case:
 
     @property
     def error(self) -> float:
-        """By which share of the compiled peak the modelled one lies above it."""
+        """The excess of the modelled peak over the compiled one, as a share of that."""
         return self.modelled_mib / self.compiled_mib - 1
 
     @property
     def moved_error(self) -> float:
-        """By which share of the compiled bytes moved the modelled ones lie above them."""
+        """The excess of the modelled bytes moved over the compiled ones, as a share of those."""
         return self.moved_mib / self.compiled_moved_mib - 1
 
 

@@ -38,7 +38,7 @@ class Case:
     """A model of `benchmarks.models.sizes` on so many devices of a machine."""
 
     model: str
-    """Of its family; "small" is the one of four layers, or of the least width."""
+    """A name of its family; "small" is the one of four layers, or of the least width."""
     gpus: int
     family: str = "gpt"
     cluster: str = "p3.16xlarge"
@@ -46,7 +46,7 @@ class Case:
     """True if layers may be computed again; else only where the model says so itself."""
     what: str = "cold"
     target_s: float | None = None
-    """Of the processor."""
+    """Seconds of the processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Row:
     total_s: float
     cpu_s: float
     first_s: float | None
-    """Of the processor, until the search had a plan; None for a plan that was kept."""
+    """Seconds of the processor until the search had a plan; None for a plan that was kept."""
     load: float
     plan: str
     digest: str
-    """Of all that the plan holds."""
+    """Digest of all that the plan holds."""
     step_time_s: float | None
     gap: float | None
 

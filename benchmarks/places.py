@@ -20,7 +20,7 @@ import autopar
 from autopar.hardware.machine import Link
 
 PERIOD_US = 20_000
-"""So often the quota of a control group begins anew."""
+"""Microseconds after which the quota of a control group begins anew."""
 _FIRST_ROUNDS = 2
 """Steps that compile and fill caches, and are not counted."""
 

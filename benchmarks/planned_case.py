@@ -53,7 +53,7 @@ class _Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class _OutOfMemory:
-    """Why there is no plan, and the least bytes that a GPU would need, if they are known."""
+    """The reason that there is no plan, and the least bytes that a GPU would need, if they are known."""
 
     why: str
     peak_bytes: float | None = None

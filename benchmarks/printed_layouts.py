@@ -184,7 +184,7 @@ def _difference(what: str, described: PlanDescription, mesh: int, printed: Array
 
 
 def _places(described: PlanDescription, mesh: int, printed: ArrayType) -> dict[int, list[tuple[int, int]]]:
-    """By device: the range of each dimension that it has, by the printed layout."""
+    """Return the range of each dimension that each device has, by the printed layout."""
     planned = described.plan.meshes[mesh]
     grid = np.array([jax.devices()[ordinal] for ordinal in planned.devices]).reshape(planned.shape)
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(grid, planned.axis_names), printed.spec)

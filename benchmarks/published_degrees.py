@@ -47,7 +47,7 @@ class Published:
     devices: int
     methods: tuple[Method, ...]
     note: str = ""
-    """How what is planned here differs from what was published."""
+    """The difference of what is planned here from what was published."""
 
     @property
     def cluster(self) -> Cluster:
@@ -142,7 +142,7 @@ def _megatron_21(full: bool) -> list[Published]:
 
 
 def _megatron_23() -> list[Published]:
-    """Of attention alone is anything computed again; what flows between layers is divided along its length."""
+    """Return GPTs that compute only attention again; what flows between layers is divided along its length."""
     return [
         Published(
             name=f"GPT-{row.name}, selective",

@@ -77,12 +77,12 @@ WEIGHTS = {
     "mlp.up": 4,
     "mlp.down": 4,
 }
-"""Of a block, by their sizes."""
+"""Weights of a block, and their relative sizes."""
 RECORDED: Mapping[str, tuple[str, Mapping[str, int], str]] = {
     MODEL: ("OPT-350", {"width": WIDTH, "layers": BLOCKS, "heads": 16}, "training_config_opt_350.json"),
     "GPT-Neo-2.7": ("GPT-NEO", {"width": 2560, "layers": 32, "heads": 32}, "training_config_gpt_neo27.json"),
 }
-"""Of each model of the records: its folder, its sizes, its configuration."""
+"""The folder, the sizes and the configuration of each model of the records."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from benchmarks.overhead import Comparison, compare, describe_machine, time_pair
 
 TARGET_RATIO = 1.01
 EFFORT = Effort(run_s=0.02, loop_s=0.2, max_sizes=1, dtypes=())
-"""How long each product is measured: only `loop_s` matters where shapes are given."""
+"""Bounds on the time of each product: only `loop_s` matters where shapes are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Product:
 
     @property
     def error(self) -> float:
-        """By which share of the measured time the modelled one lies above it."""
+        """The excess of the modelled time over the measured one, as a share of that."""
         return self.modelled_us / self.measured_us - 1
 
 

@@ -46,7 +46,7 @@ ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 32, 32, 512, 64, 16
 BANDWIDTH = 5e8
 """Bytes per second of two processes on one machine: an estimate. A microbatch sends 0.1 MB."""
 ENOUGH = 0.8
-"""Of what the link costs a step by 1F1B."""
+"""Share of what the link costs a step by 1F1B that has to be won back."""
 
 
 def train_step(weights: Any, batch: Any) -> tuple[Any, jax.Array]:

@@ -29,7 +29,7 @@ from autopar.methods import Auto
 from autopar.simulation import SimulationReport
 
 _SCHEDULES = ("1f1b", "eager-1f1b")
-"""Of stages whose layers are given: an interleaved schedule has several of them on a mesh."""
+"""Schedules of stages whose layers are given: an interleaved one has several of them on a mesh."""
 ABLATIONS = ("equal-mesh", "equal-layer", "equal-operator")
 
 
@@ -96,6 +96,6 @@ def _is_even(num_stages: int, start: int, stop: int, num_layers: int) -> bool:
 
 
 def equal_cuts(phases: Phases, num_layers: int) -> Sequence[int]:
-    """Where layers of as many equations begin, whatever these compute."""
+    """Return where layers of as many equations begin, whatever these compute."""
     count = len(layer_order(phases))
     return tuple(layer * count // num_layers for layer in range(1, num_layers))

@@ -32,7 +32,7 @@ NOT_SWEPT = {
     "benchmarks.wild": "needs packages of its own, which `make wild` installs",
     "benchmarks.sweep": "is this one",
 }
-"""Why a benchmark is no part of the sweep."""
+"""The reason that a benchmark is no part of the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,9 +41,9 @@ from benchmarks.places import Place, calibrated, control_group, seconds_in_turns
 
 ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 48, 32, 512, 96, 12
 BETWEEN = Link(latency_s=1e-3, bandwidth=5e8, ramp_bytes=0.0)
-"""Of two processes on one machine: an estimate. A step sends 2 MB, and computes for a second or two."""
+"""The link between two processes on one machine: an estimate. A step sends 2 MB, and computes for a second or two."""
 ENOUGH = 0.9
-"""Of the gain that the figures promise."""
+"""Share of the gain that the figures promise which has to be there."""
 
 
 def train_step(weight: Any, batch: Any) -> tuple[Any, jax.Array]:

@@ -52,7 +52,7 @@ class Llama:
     chosen: int = 1
     """Experts that each token goes through."""
     sharding: jax.sharding.Sharding | None = None
-    """Where tokens are at their experts: [batch, expert, place, embed]."""
+    """The sharding of tokens at their experts: [batch, expert, place, embed]."""
 
     @property
     def head_width(self) -> int:

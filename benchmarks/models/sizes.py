@@ -1,4 +1,4 @@
-"""Which model is trained on how many devices: the model grows with the devices, the batch stays (weak scaling).
+"""Choose the model for a number of devices: the model grows with the devices, the batch stays (weak scaling).
 
     FAMILIES["gpt"].maker_on(8)()     Alpa's model for eight GPUs, 2.6B
     FAMILIES["gpt"].maker("39B")()    any model by its name
@@ -30,7 +30,7 @@ class Family:
 
     name: str
     models: Mapping[str, Callable[[], Workload]]
-    """By name; nothing is made until one is called."""
+    """Models by name; nothing is made until one is called."""
     by_gpus: Mapping[int, str]
     scaled_down: Callable[[int], Workload]
     """The small model for a number of devices."""

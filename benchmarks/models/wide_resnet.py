@@ -71,7 +71,7 @@ class Block:
 
     @property
     def kernels(self) -> Mapping[str, tuple[int, int, int]]:
-        """By name: side of the kernel, channels in, channels out."""
+        """Side of the kernel, channels in and channels out, by name."""
         middle = self.filters * self.widening
         projection = {"beside": (1, self.narrow, self.width)} if self.changes_shape else {}
         return {
@@ -87,7 +87,7 @@ class Block:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass of one image."""
+        """FLOPs of the forward pass of one image."""
         out = self.side // self.stride
         sides = {"reduce": self.side, "middle": out, "expand": out, "beside": out}
         return sum(2.0 * sides[name] ** 2 * k**2 * i * o for name, (k, i, o) in self.kernels.items())

@@ -44,9 +44,9 @@ class Workload:
     """(params, statistics, batch) -> (loss, statistics)"""
     optimizer: optax.GradientTransformation
     flops: float
-    """Of the model in one step: forward and backward pass, without what is computed again."""
+    """FLOPs of the model in one step: forward and backward pass, without what is computed again."""
     tokens: int
-    """Of one step; images, for a classifier of images."""
+    """Tokens of one step; images, for a classifier of images."""
     statistics: Tree = field(default_factory=dict[str, Any])  # of Array
     updates_in_place: bool = False
     """True if what replaces a parameter of 16 bits reads it, and so gets its memory. No step as users write it does.

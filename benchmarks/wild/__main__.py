@@ -37,10 +37,10 @@ METHODS = ("data", "pipeline", "auto")
 _MISSING = "not installed"
 BAD = ("WRONG", "RAW", "SILENT", "TIMEOUT")
 TOLERANCE = 2e-4
-"""Of the largest entry of a leaf: float32 sums in another order, two steps long."""
+"""Tolerance as a share of the largest entry of a leaf: float32 sums in another order, two steps long."""
 SMALL = 1e-2
-"""Of the median leaf: one with smaller entries is held to this size. It may be nothing but rounding, like the gradient
-of a bias before a batch norm."""
+"""Share of the median leaf: one with smaller entries is held to this size. It may be nothing but rounding, like the
+gradient of a bias before a batch norm."""
 
 
 def main() -> None:
