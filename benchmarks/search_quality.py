@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--before", type=Path, metavar="FILE", help="rows by the same costs that none may be slower than"
     )
     args = parser.parse_args(argv)
+    for cluster in args.clusters:
+        cluster_of(cluster)  # a name that there is not is refused before hours of planning
     before = [] if args.before is None else _rows_before(args.before, args.models, args.clusters)
     rows: list[Row] = []
     for cluster in args.clusters:

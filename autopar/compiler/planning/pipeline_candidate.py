@@ -87,11 +87,14 @@ class PipelineCandidate:
 
     @property
     def gain_from_splitting(self) -> float:
-        """The share of the step that splitting off weight gradients can gain: two thirds of what fills the pipeline.
+        """The share of the step that splitting off weight gradients can gain, by which meshes wait for each other.
 
-        So it is where forward, input and weight gradients take equal times.
+        All that the busiest mesh waits but a third of what fills the pipeline, where forward, input and weight
+        gradients take equal times: weight gradients also fill the time in which values are sent.
         """
-        return 2 / 3 * self.waiting_share
+        count = self.timing.num_microbatches
+        busy_s = max(count * (each.cost.forward_s + each.cost.backward_s) + each.cost.update_s for each in self.stages)
+        return 1 - busy_s / self.step_time_s - self.waiting_share / 3
 
     def __str__(self) -> str:
         timing, stages = self.timing, self.stages

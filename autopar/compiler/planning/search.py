@@ -399,14 +399,14 @@ class _Search:
                 self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
-            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and self.share_of(region) == 1.0:
+            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and region.share == 1.0:
                 self.open = self.space.without_joined(self.open, region)
             return not isinstance(error, MemoryTooSmall)
         return True
 
     def has_less(self, region: Region) -> bool:
         """Return whether a region is searched with less memory than there is, since some of its stages did not fit."""
-        return isinstance(region, Stages) and self.share_of(region) < 1
+        return isinstance(region, Stages) and region.share < 1
 
     def solve_program(self, region: OneProgram) -> float:
         """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least."""
@@ -497,8 +497,7 @@ class _Search:
     def search_stages(self, region: Stages) -> None:
         """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
-        share = self.share_of(region)
-        problem = replace(self.within_time(known.problem), share=share)
+        problem = replace(self.within_time(known.problem), share=region.share)
         known = replace(known, problem=problem)
         is_told = bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
         first = not is_told and problem.method.effort != "thorough"
@@ -507,7 +506,7 @@ class _Search:
         below_s = self.best_s / least_share
         whole_share = least_share if first else WHOLE_SHARE
         found = stage_candidates(problem, known, count, region.num_stages, below_s, whole_share)
-        lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)]) if share == region.share else 0.0
+        lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)])
         found.sort(key=lambda each: each.step_time_s)
         if first:
             self.open.append(replace(region, searched=(least_share, lower_s), by_others_s=0.0))
@@ -517,10 +516,11 @@ class _Search:
             self.numbers.learn(region, found, below_s)
         for each in found:
             self.note(str(each), each.step_time_s)
-            key = count, share, each.stages_key  # of several schedules the fastest is completed
+            key = count, region.share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region))
+        self.look_for_smaller(region)
 
     def within_time(self, problem: StageProblem) -> StageProblem:
         """Return the problem with the deadline, once there is a plan to return."""
@@ -625,20 +625,24 @@ class _Search:
             return
         share = min(1.0, done.candidate.peak_share(self.space.cuttable) / whole)
         self.memory_shares[kind] = max(share, self.memory_shares.get(kind, 0.0))
-        too_large = [each for each in self.open if isinstance(each, Completion) and self.needs_too_much(each.candidate)]
-        for region in {id(each.region): each.region for each in too_large}.values():
-            if region.attempt == 0 and region is not done.region:
-                mine = [each for each in too_large if each.region is region]
-                share = max(self.memory_shares[memory_kind(each.candidate)] for each in mine)
-                likely_s = max(region.likely_s, _LESS_MEMORY_SHARE * min(each.candidate.step_time_s for each in mine))
-                self.open = [each for each in self.open if each not in mine]
-                self.open.append(replace(region, share=share, attempt=1, likely_s=likely_s))
+        for region in {id(each.region): each.region for each in self.open if isinstance(each, Completion)}.values():
+            if region is not done.region:
+                self.look_for_smaller(region)
 
-    def share_of(self, region: Stages) -> float:
-        """Return the share of the memory that some stages of a region may need by their layers to fit."""
-        few, most = region.num_stages
-        seen = max(self.memory_shares.get((number, False), 1.0) for number in range(few, most + 1))
-        return min(region.share, seen)
+    def look_for_smaller(self, region: Stages) -> None:
+        """Open a region again for stages that need less memory, once, if some found there are likely not to fit.
+
+        These stay open: if others like them fit later, they are likely to do so too.
+        """
+        mine = [each for each in self.open if isinstance(each, Completion) and each.region is region]
+        too_large = [each.candidate for each in mine if self.needs_too_much(each.candidate)]
+        if region.attempt > 0 or not too_large:
+            return
+        share = max(self.memory_shares[memory_kind(each)] for each in too_large)
+        likely_s = max(region.likely_s, _LESS_MEMORY_SHARE * min(each.step_time_s for each in too_large))
+        again = replace(region, share=share, attempt=1, likely_s=likely_s)
+        self.open = [each for each in self.open if each not in mine]
+        self.open += [again, *(replace(each, region=again) for each in mine)]
 
     def add(self, plan: Plan, words: str, step_time_s: float, *, beside: bool = False) -> None:
         """Keep the plan if it is the fastest so far; beside the others until they are all looked at, if it asks so."""

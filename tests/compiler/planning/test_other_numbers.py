@@ -14,7 +14,7 @@ from autopar.compiler.inter_op.submeshes import cluster_shape, divides_as_well
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[reportPrivateUsage]
-from autopar.compiler.planning.space import Space, Stages
+from autopar.compiler.planning.space import Completion, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
 from autopar.errors import MemoryTooSmall
@@ -165,10 +165,6 @@ def test_where_microbatches_do_not_fit_nor_do_they_joined(problem, monkeypatch):
     before = [*state.open]
     assert state.space.rows == 96 and not state.take(region_of(state, 48))  # of two rows, for up to four devices
     assert state.open == before
-    state.memory_shares[2, False] = 0.9
-    assert not state.take(region_of(state, 24))  # for which only less than all memory was looked at
-    assert state.open == before
-    del state.memory_shares[2, False]
     assert not state.take(region_of(state, 24))
     assert [each.num_microbatches for each in state.open if isinstance(each, Stages) and each.num_stages == (2, 2)] == [
         *(16, 32, 48, 96)
@@ -176,6 +172,27 @@ def test_where_microbatches_do_not_fit_nor_do_they_joined(problem, monkeypatch):
     before = [*state.open]
     assert not state.take(dataclasses.replace(region_of(state, 96), share=0.5))
     assert state.open == before
+
+
+def test_stages_that_are_likely_not_to_fit_stay_open_beside_a_search_for_smaller_ones(problem):
+    state = _Search.of(problem, lambda plan: math.inf)
+    region = region_of(state, 8)
+    state.open = [region]
+    state.take(region)
+    found = [each for each in state.open if isinstance(each, Completion)]
+    shares = [each.candidate.peak_share(problem) for each in found]
+    assert found and [*map(state.likely_s, found)] < [math.inf] * len(found)
+    state.memory_shares[2, False] = least = 0.99 * min(shares)
+    state.look_for_smaller(region)
+    again = [each for each in state.open if isinstance(each, Stages) and each.attempt == 1]
+    assert [(each.share, each.num_stages) for each in again] == [(least, (2, 2))]
+    there = [each for each in state.open if isinstance(each, Completion)]
+    assert [each.candidate for each in there] == [each.candidate for each in found]
+    assert [*map(state.likely_s, there)] == [math.inf] * len(found)
+    state.look_for_smaller(again[0])
+    assert sum(isinstance(each, Stages) and each.attempt > 0 for each in state.open) == 1  # once is enough
+    state.memory_shares[2, False] = 1.0
+    assert max(map(state.likely_s, there)) < math.inf
 
 
 def region_of(state, num_microbatches):
