@@ -45,7 +45,7 @@ class PrefixBounds:
     devices_before: IntArray
     before_s: StageArray  # [cut, submesh behind, units of each group, ..., stages behind]
     units: IntArray  # devices, by group
-    update_s: float  # of the first stage, at least so much
+    tail_s: float  # of the first stage, at least so much
     exposed_share: float  # of the sum before a cut: at least so much of it hides no update behind the cut
 
     @cached_property
@@ -57,8 +57,8 @@ class PrefixBounds:
 
     @property
     def bound_s(self) -> float:
-        """Return the least sum of warm-ups and transfers, and of update_s."""
-        return float(self.before_s[-1, -1, ..., 0].flat[-1]) + self.update_s
+        """Return the least sum of warm-ups and transfers, and the least tail."""
+        return float(self.before_s[-1, -1, ..., 0].flat[-1]) + self.tail_s
 
     def with_behind(self, stages: Any) -> Any:
         """Return the place of so many stages behind in the last axis of `fastest_s` and of `before_s`.
@@ -118,7 +118,7 @@ def prefix_bounds(
         devices_before=devices_before,
         before_s=before_s,
         units=units,
-        update_s=float(np.where(allowed[:, 0], tables.update_s[:, 0], np.inf).min()),
+        tail_s=float(np.where(allowed[:, 0], tables.tail_s[:, 0], np.inf).min()),
         exposed_share=_exposed_share(tables, allowed),
     )
 

@@ -4,10 +4,10 @@ For every cap h on the largest steady_s (`stage_costs`), the cuts of the least s
 
     F_s[k] = min_j  F_(s-1)[j] + warmup(j, k) + V x(j)     over j < k with steady(j, k) <= h and memory of stage s
 
-Partitions whose largest steady_s is between a and b take at least F under the cap b, and a, and some stage's update_s:
-such intervals of caps are halved, the one with the lowest bound first, until no bound is below the best partition. As
-stages as a whole may take less than the sum of their layers, the next best cuts are returned as well: the shortest
-paths under no cap, and under that of the best.
+The first stage's warm-up has its tail in it, before which no step ends. Partitions whose largest steady_s is between a
+and b take at least F under the cap b, and a: such intervals of caps are halved, the one with the lowest bound first,
+until no bound is below the best partition. As stages as a whole may take less than the sum of their layers, the next
+best cuts are returned as well: the shortest paths under no cap, and under that of the best.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class _Ways:
 
     table: RangeTable
     warmup_s: np.ndarray
+    """With the tail, where the stage is the first."""
     steady_s: np.ndarray
     links_s: np.ndarray
     """[cut]"""
@@ -70,8 +71,6 @@ def search_fixed_stages(
     """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
     fits = _fitting_stages(ways, num_stages, memory_bytes)
-    updates_s = ways.table.values[3][np.isfinite(ways.table.values[3])]
-    update_s = float(updates_s.min(initial=math.inf)) if timing.counts_updates and updates_s.size else 0.0
     caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
     best_cap_s = math.inf
@@ -89,7 +88,7 @@ def search_fixed_stages(
         return tried[place]
 
     def bound(low: int, high: int) -> tuple[float, int, int]:
-        return least_sum(high) + float(caps[low]) + update_s, low, high
+        return least_sum(high) + float(caps[low]), low, high
 
     queue = [bound(0, len(caps) - 1)] if len(caps) else []
     lower_bound_s = math.inf
@@ -145,7 +144,8 @@ def _ways(
     table = range_table(num_layers, submesh, stage_costs)
     behind = np.full((table.values.shape[0], 1, *table.values.shape[2:]), np.inf)
     table = RangeTable(values=np.concatenate([table.values, behind], axis=1), cost=table.cost)
-    warmups, steadies = seconds_of_schedule(table.values[:4], timing)
+    warmups, steadies, tails = seconds_of_schedule(table.values[:4], timing)
+    warmups[0] += tails[0]
     links_s = np.array([0.0, *(transfer_s(cut, submesh, submesh) for cut in range(1, num_layers)), 0.0])
     return _Ways(
         table=table,

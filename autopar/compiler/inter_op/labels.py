@@ -146,7 +146,7 @@ def _bound(
 ) -> StageArray:
     """The least seconds of a step, where stages that are lacking in front add so much to the sum."""
     bounds = task.bounds
-    ends_s = np.maximum(lacking_s + bounds.update_s, bounds.exposed_share * lacking_s + end_s)
+    ends_s = np.maximum(lacking_s + bounds.tail_s, bounds.exposed_share * lacking_s + end_s)
     return sum_s + np.maximum(steady_s, task.least_steady_s) + ends_s
 
 
@@ -165,8 +165,8 @@ def _with_choices(
     link_s = tables.transfer_s[cut, m, labels.submesh[parents]]
     stage_s = tables.timing.with_transfer_s(tables.steady_s[at], link_s[:, None])
     steady_s = np.maximum(labels.steady_s[parents, None], stage_s)
-    returned_s = tables.return_s[at] + tables.timing.return_s(0.0, link_s)[:, None]
-    end_s = np.maximum(labels.end_s[parents, None] - returned_s, tables.update_s[at])
+    returned_s = tables.return_s[at] + tables.timing.return_s(0.0, 0.0, link_s)[:, None]
+    end_s = np.maximum(labels.end_s[parents, None] - returned_s, tables.tail_s[at])
     sum_s = (labels.sum_s[parents] + crossing_s)[:, None] + tables.warmup_s[at]
     # A complete partition is taken at its own steady_s, even where that is below what the interval is for.
     bound_s = _bound(task, sum_s, before_s[:, None], steady_s, end_s) if start else sum_s + steady_s + end_s

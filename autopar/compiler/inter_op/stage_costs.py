@@ -10,7 +10,7 @@ more memory. With stages s = 0..S-1, the time x of the transfers over the cut be
 microbatches and V virtual stages per mesh:
 
     T = sum_s (warmup_s + V x_s) + max_s steady_s + e_0                                   → step_time_s
-    e_s = max(update_s, e_(s+1) - b_s/V - x_s/2),   e_S = 0
+    e_s = max(tail_s, e_(s+1) - b_s/V - x_s/2),   e_S = 0,   tail_s = update_s
 
     schedule      warmup             steady, with transfers
     gpipe         f+b                (M-1) max(f+b, x)
@@ -18,10 +18,12 @@ microbatches and V virtual stages per mesh:
     eager-1f1b    f+b                (M-1) max(f+b, x)
     interleaved   (f+b)/V            max(M (f+b) - (f+b)/V, (M-1) V x)
     zero-bubble   max(f, w) + b-2w   (M-1) (f+b + x) + w + min(f, w)
+    one of these  f + b-w            0; tail_s = w/V + update_s, behind b-w
 
 The first microbatch fills and drains the pipeline, the others follow at the pace of the slowest stage. Behind the last
 task of stage s, the stages from s on take e_s: the next one ends its last task earlier, by a transfer and a backward
-task, but where weight gradients are tasks of their own, which fill the end (e_0 = max update). For equal stages and
+task, but where weight gradients are tasks of their own, which fill the end (e_0 = max update). A single microbatch has
+none to fill it with but its own (the last line, M = 1), which is exact for any stages. For equal stages and
 x = 0 each T is the simulated time of the schedule (interleaved: if S divides M; zero-bubble: if S <= M). For unequal
 stages the simulated time of 1F1B is at most T, and GPipe's at most (M-1) (max f + max b - max (f+b)) more, as its two
 halves wait for different stages.
@@ -132,22 +134,34 @@ class Timing:
         """True if the memory of a stage depends on more than the number of stages behind it."""
         return self._forms.memory_depends_on_num_stages
 
-    def update_s(self, cost: StageCost) -> float:
-        """Return the seconds of a stage's update that belong to the step."""
-        return cost.update_s if self.counts_updates else 0.0
+    @property
+    def splits_a_single_one(self) -> bool:
+        """True if the weight gradients of the only microbatch are tasks of their own."""
+        return self.num_microbatches == 1 and self.schedule.splits_weight_gradients
 
-    def return_s(self, backward_s: Seconds, transfer_s: Seconds) -> Seconds:
+    def tail_s(self, weight_s: Seconds, update_s: Seconds) -> Seconds:
+        """Return the seconds of the step that a stage takes behind the last task that others wait for."""
+        own_s = update_s if self.counts_updates else 0.0 * update_s
+        return own_s + weight_s / self.virtual_stages if self.splits_a_single_one else own_s
+
+    def return_s(self, backward_s: Seconds, weight_s: Seconds, transfer_s: Seconds) -> Seconds:
         """Return by how many seconds the last task of a stage ends behind that of the next one, at least."""
+        if self.splits_a_single_one:
+            return (backward_s - weight_s) / self.virtual_stages + transfer_s / 2
         if self.schedule.splits_weight_gradients:
             return 0.0 * (backward_s + transfer_s)
         return backward_s / self.virtual_stages + transfer_s / 2
 
     def warmup_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that a stage adds to the way of the first microbatch there and back."""
+        if self.splits_a_single_one:
+            return forward_s + backward_s - weight_s
         return self._forms.warmup_s(forward_s, backward_s, weight_s, virtual_stages=self.virtual_stages)
 
     def steady_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that the other microbatches take if this stage is the slowest and transfers are free."""
+        if self.splits_a_single_one:
+            return 0.0 * forward_s
         return self._forms.steady_s(
             forward_s,
             backward_s,
@@ -180,7 +194,8 @@ class Timing:
         ]
         end_s = 0.0
         for cost, transfer_s in zip(reversed(costs), reversed(behind_s)):
-            end_s = max(self.update_s(cost), end_s - float(self.return_s(cost.backward_s, transfer_s)))
+            returned_s = float(self.return_s(cost.backward_s, cost.weight_s, transfer_s))
+            end_s = max(float(self.tail_s(cost.weight_s, cost.update_s)), end_s - returned_s)
         return warmups_s + self.virtual_stages * sum(behind_s) + max(steadies_s) + end_s
 
 
@@ -283,7 +298,7 @@ class CostTables:
     warmup_s: StageArray
     steady_s: StageArray
     return_s: StageArray  # without the transfer
-    update_s: StageArray
+    tail_s: StageArray
     base_bytes: StageArray
     activation_bytes: StageArray
     update_bytes: StageArray  # state included
@@ -365,8 +380,8 @@ def cost_tables(
     for m, table in enumerate(tables):
         values[:, m, :, :, : table.values.shape[-1]] = table.values
     times, (state_bytes, temporary_bytes, activation_bytes, update_bytes) = values[:4], values[4:]
-    warmup_s, steady_s = seconds_of_schedule(times, timing)
-    update_s = times[3] if timing.counts_updates else np.where(np.isfinite(times[3]), 0.0, np.inf)
+    warmup_s, steady_s, tail_s = seconds_of_schedule(times, timing)
+    there = np.isfinite(times[0])
     return CostTables(
         timing=timing,
         num_layers=num_layers,
@@ -375,8 +390,8 @@ def cost_tables(
         devices=tuple(submesh.num_devices for submesh in usable),
         warmup_s=warmup_s,
         steady_s=steady_s,
-        return_s=timing.return_s(np.where(np.isfinite(times[1]), times[1], 0.0), 0.0),
-        update_s=update_s,
+        return_s=timing.return_s(np.where(there, times[1], 0.0), np.where(there, times[2], 0.0), 0.0),
+        tail_s=tail_s,
         base_bytes=state_bytes + temporary_bytes,
         activation_bytes=activation_bytes,
         update_bytes=state_bytes + update_bytes,
@@ -385,12 +400,13 @@ def cost_tables(
     )
 
 
-def seconds_of_schedule(times: StageArray, timing: Timing) -> tuple[StageArray, StageArray]:
-    """Return the warm-up and the steady seconds for those of a table; infinity where it has no choice."""
+def seconds_of_schedule(times: StageArray, timing: Timing) -> tuple[StageArray, StageArray, StageArray]:
+    """Return the seconds of warm-up, steady state and tail for those of a table; infinity where it has no choice."""
     there = np.isfinite(times[0])
-    forward_s, backward_s, weight_s = np.where(there, times[:3], 0.0)
+    forward_s, backward_s, weight_s, update_s = np.where(there, times, 0.0)
     warmup_s, steady_s = (form(forward_s, backward_s, weight_s) for form in (timing.warmup_s, timing.steady_s))
-    return np.where(there, warmup_s, np.inf), np.where(there, steady_s, np.inf)
+    tail_s = timing.tail_s(weight_s, update_s)
+    return np.where(there, warmup_s, np.inf), np.where(there, steady_s, np.inf), np.where(there, tail_s, np.inf)
 
 
 def _transfers(num_layers: int, submeshes: Sequence[Submesh], transfer_s: TransferTime) -> StageArray:

@@ -49,9 +49,8 @@ _FORMULA_SHARE = 0.95
 """Share of the time by a schedule's formula that unequal stages rarely undercut when they are simulated."""
 _HIDDEN_SHARE = 0.6
 """Share of the other stages' time for one microbatch that the slowest hides if it is first; formulas add all of it."""
-_NUM_RUNNERS_UP, _NUM_OF_ONE_MICROBATCH = 5, 25
-"""Numbers of the next best stages by a schedule's formula that are simulated. Formulas count on the weight gradients of
-other microbatches to fill the pipeline: they tell less of a single one, whose stages are simulated in less time."""
+_NUM_RUNNERS_UP = 5
+"""The next best stages by a schedule's formula that are simulated."""
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
@@ -110,7 +109,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
-                    top=_NUM_OF_ONE_MICROBATCH if num_microbatches == 1 else 0,
+                    top=_NUM_RUNNERS_UP if num_microbatches == 1 else 0,
                 )
                 times_s[count] = min(
                     max(_UNEQUAL_SHARE, _evenness(each)) * _least_of_schedules_s(each, num_microbatches, schedules)
@@ -543,8 +542,6 @@ def _partitioned(
 
     costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)
-    one_splits = timing.num_microbatches == 1 and timing.schedule.splits_weight_gradients
-    top = _NUM_OF_ONE_MICROBATCH if one_splits else _NUM_RUNNERS_UP
     if number is not None:
         return search_fixed_stages(
             num_layers,
@@ -555,7 +552,7 @@ def _partitioned(
             timing=timing,
             memory_bytes=problem.expected_bytes[0],
             below_s=below_s,
-            top=top,
+            top=_NUM_RUNNERS_UP,
         )
     shapes = {cluster.group: cluster for cluster in clusters}
     choices = [
@@ -577,7 +574,7 @@ def _partitioned(
         time_limit_s=min(problem.method.time_limit_s, problem.deadline_s - time.process_time()),
         most_labels=math.inf if problem.method.effort == "thorough" else MOST_LABELS,
         below_s=below_s,
-        top=top,
+        top=_NUM_RUNNERS_UP,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
     )
 

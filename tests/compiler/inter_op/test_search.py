@@ -100,7 +100,9 @@ def time_of(problem: dict, costs, transfers) -> float:
     for cost, x in zip(costs, [*transfers, 0.0]):
         f, b, w = cost.forward_s, cost.backward_s, cost.weight_s
         t, split = f + b, schedule.startswith("zero-bubble") or schedule in ("interleaved-zero-bubble", "dualpipe-v")
-        if split and (v > 1 or schedule == "zero-bubble-h2"):
+        if split and m == 1:
+            total += t - w + v * x  # all but the weight gradients, one after the other
+        elif split and (v > 1 or schedule == "zero-bubble-h2"):
             in_v_shape = schedule in ("zero-bubble-v", "dualpipe-v")
             ways = {
                 "zero-bubble-h2": f + max(0, b - 3 * w),
@@ -124,7 +126,9 @@ def time_of(problem: dict, costs, transfers) -> float:
             slowest = max(slowest, (m - 1) * (f + b), (m - 1) * x)
     end = 0.0
     for cost, x in zip(reversed(costs), [0.0, *reversed(transfers)]):
-        end = max(cost.update_s, end - (0.0 if split else cost.backward_s / v + x / 2))
+        own = cost.weight_s if split and m == 1 else 0.0
+        earlier = 0.0 if split and m > 1 else (cost.backward_s - own) / v + x / 2
+        end = max(cost.update_s + own / v, end - earlier)
     return total + slowest + end
 
 

@@ -1,6 +1,7 @@
 """The closed forms are the simulated times where they claim to be, and within their bounds elsewhere."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_unequal_stages_stay_within_the_bounds(seed, slow) -> None:
         above_s = (m - 1) * halves_s if name == "gpipe" else 0.0
         below_s = pass_s + (m - 1) * max(transfers_s) if name == "1f1b" else 0.0
         assert formula_s - below_s - 1e-9 <= actual_s <= formula_s + above_s + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"])
+def test_unequal_stages_of_a_single_microbatch_take_the_closed_form(name, seed) -> None:
+    draw = random.Random(seed)
+    timing = timing_of(name, 1, 1)
+    costs = [replace(each, update_s=draw.choice([0.0, draw.uniform(0, 5)])) for each in random_costs(draw, 4)]
+    transfers_s = [draw.random() for _ in range(3)]
+    assert simulated_s(timing, costs, transfers_s) == pytest.approx(timing.step_time_s(costs, transfers_s), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
