@@ -109,8 +109,8 @@ class LearnedTimes:
         self.alike[key] = min(share, self.alike.get(key, share))
 
     def _learn_on(self, place: tuple[Submesh, bool], share: float) -> None:
-        if share <= _NO_GAIN:
-            self.on[place] = min(share, self.on.get(place, share))
+        if share <= _NO_GAIN or self.is_roomy:
+            self.on[place] = min(share, _NO_GAIN, self.on.get(place, share))
 
     def share_on(self, submesh: Submesh, several: bool | None = None) -> float:
         """Return the least share of their time by their layers that stages on a submesh are expected to take.
@@ -191,7 +191,8 @@ class LearnedTimes:
                 return True
             if stages[number].stop - stages[number].start > 1:
                 seen.setdefault((stages[number].submesh, count > 1), 1.0)
-        return any(seen.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in stages)
+        with_borders = (stage for stage in stages if stage.stop - stage.start > 1)
+        return any(seen.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in with_borders)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
