@@ -26,10 +26,8 @@ _OTHERS_SHARE = 0.97
 """Factor on the least share that steps were simulated to take: others rarely take less than the product."""
 _NO_GAIN = 1.03
 """Largest multiple of the time by their layers that counts: what takes longer as a whole does so for want of memory."""
-_SLACK = 0.99
-"""Factor on a time that is expected of stages which are not known."""
-KNOWN_SLACK = 0.995
-"""The same factor for stages that are known, in whichever schedule, and for steps with others that are alike."""
+SLACK = 0.995
+"""Factor on a time that is expected of stages, and on that of steps like others."""
 _SIMULATED_SHARE = 0.98
 """Factor on the least share of the time by their stages that plans were simulated to take: others rarely take less."""
 _STEADY_SHARE = 0.998
@@ -149,7 +147,7 @@ class LearnedTimes:
         """
         steady = min(_STEADY_SHARE, 1 - 2 * self._unlike(len(candidate.stages)))
         if (share := self.alike.get(_alike(candidate))) is not None:
-            return max(KNOWN_SLACK, steady) * share
+            return max(SLACK, steady) * share
         return max(_SIMULATED_SHARE, steady) * self.simulated_share(candidate)
 
     def _unlike(self, num_stages: int) -> float:
@@ -187,12 +185,12 @@ class LearnedTimes:
         count, stages, seen = candidate.layers.num_microbatches, candidate.stages, dict(self.on)
         for number, whole in known.items():
             by_layers_s, whole_s = stages[number].cost.step_s(count), whole.step_s(count)
-            if whole_s < _SLACK * by_layers_s:
+            if whole_s < SLACK * by_layers_s:
                 return True
             if stages[number].stop - stages[number].start > 1:
                 seen.setdefault((stages[number].submesh, count > 1), 1.0)
         with_borders = (stage for stage in stages if stage.stop - stage.start > 1)
-        return any(seen.get((stage.submesh, count > 1), 0.0) < _SLACK for stage in with_borders)
+        return any(seen.get((stage.submesh, count > 1), 0.0) < SLACK for stage in with_borders)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
@@ -216,7 +214,7 @@ class LearnedTimes:
 
         Where all stages are known, to complete it tells nothing but this time.
         """
-        return max(KNOWN_SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
+        return max(SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
 
     def _schedule_share(self, candidate: PipelineCandidate) -> float:
         seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
@@ -224,14 +222,14 @@ class LearnedTimes:
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is expected to take; 0 where its cost is known."""
-        slack = self._schedule_share(candidate) / self._slack(candidate)
+        slack = SLACK * self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
             0.0
             if whole in self.wholes
-            else slack * KNOWN_SLACK * self.of_stages[key]
+            else slack * self.of_stages[key]
             if key in self.of_stages
-            else slack * _SLACK * self.share_on(stage.submesh, candidate.layers.num_microbatches > 1)
+            else slack * self.share_on(stage.submesh, candidate.layers.num_microbatches > 1)
             for whole, key, stage in each
         )
 

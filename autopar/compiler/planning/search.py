@@ -34,7 +34,7 @@ from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
 from autopar.compiler.planning.learned_numbers import LearnedNumbers, ToldNumbers
-from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes, memory_kind
+from autopar.compiler.planning.learned_times import SLACK, LearnedTimes, memory_kind
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
@@ -279,6 +279,9 @@ class _Search:
                     return -1.0 if mixed else -3.0, likely_s
                 by_layers_s = max(likely_s, region.candidate.step_time_s)
                 teaches = not (self.learned.of_stages or mixed) and by_layers_s < self.best_s
+                if by_layers_s >= self.best_s:  # what it would gain by tells of others on no more devices
+                    several = (each for each in region.candidate.stages if each.stop - each.start > 1)
+                    return self.best_s, -max((each.submesh.num_devices for each in several), default=0), by_layers_s
                 return (0.0 if teaches else by_layers_s), 0.0, by_layers_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
@@ -323,7 +326,7 @@ class _Search:
         """
         if region.num_stages != (1, 1) or self.space.problem.hardware.is_mixed:
             return self.learned.step_share
-        return max(self.learned.step_share, KNOWN_SLACK * self.learned.share_on(self.space.cuttable.cluster))
+        return max(self.learned.step_share, SLACK * self.learned.share_on(self.space.cuttable.cluster))
 
     @property
     def layers_tell(self) -> bool:
