@@ -17,6 +17,7 @@ well, until a plan was at hand.
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import json
 import os
@@ -108,6 +109,7 @@ def main() -> None:
     if options.here:
         print(json.dumps(asdict(measured(one))))
         return
+    compileall.compile_dir(Path(__file__).parents[1] / "autopar", quiet=1)  # as an installation has it
     rows: list[Row] = []
     for row in (row for case in ((one,) if options.model else CASES) for row in rows_of(case, options.what)):
         rows.append(row)
