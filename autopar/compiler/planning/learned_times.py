@@ -90,21 +90,25 @@ class LearnedTimes:
 
         Where no memory is wanting, one that takes longer than its stages tells that there is nothing to gain.
         """
-        share, several = seconds / candidate.step_time_s, any(s.submesh.num_devices > 1 for s in candidate.stages)
+        share = seconds / candidate.step_time_s
         if share <= _NO_GAIN:
             self.steps.append(share)
-        elif self.is_roomy and several:
+        elif self.is_roomy and _has_layouts(candidate):
             self.steps.append(1.0)
         if len(candidate.stages) == 1:
             self._learn_on((candidate.stages[0].submesh, candidate.layers.num_microbatches > 1), share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
-        """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
+        """Keep what share of the time by its stages a plan of a candidate was simulated to take.
+
+        What single devices send has no layouts to gain by, so that it tells nothing of others.
+        """
         number, key = len(candidate.stages), _alike(candidate)
-        self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
         self.splitting.add(candidate.timing.schedule.splits_weight_gradients)
-        self.simulated[number] = min(share, self.simulated.get(number, share))
         self.alike[key] = min(share, self.alike.get(key, share))
+        if _has_layouts(candidate):
+            self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
+            self.simulated[number] = min(share, self.simulated.get(number, share))
 
     def _learn_on(self, place: tuple[Submesh, bool], share: float) -> None:
         if share <= _NO_GAIN or self.is_roomy:
@@ -241,7 +245,13 @@ class LearnedTimes:
 def _alike(candidate: PipelineCandidate) -> object:
     """Equal for candidates whose plans take about the same share of the time by their stages."""
     timing, several = candidate.timing, candidate.timing.num_microbatches > 1
-    return len(candidate.stages), timing.num_microbatches, (timing.schedule.name if several else "")
+    schedule = timing.schedule.name if several else ""
+    return len(candidate.stages), timing.num_microbatches, schedule, _has_layouts(candidate)
+
+
+def _has_layouts(candidate: PipelineCandidate) -> bool:
+    """Return whether some stage of a candidate has several devices."""
+    return any(stage.submesh.num_devices > 1 for stage in candidate.stages)
 
 
 def memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
