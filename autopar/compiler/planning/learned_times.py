@@ -25,7 +25,7 @@ _LARGER_SHARE = 0.95
 _OTHERS_SHARE = 0.97
 """Factor on the least share that steps were simulated to take: others rarely take less than the product."""
 _NO_GAIN = 1.03
-"""Largest multiple of the time by their layers that counts: what takes longer as a whole does so for want of memory."""
+"""Largest multiple of the time by their layers that counts: what takes longer wants memory, where that is short."""
 SLACK = 0.995
 """Factor on a time that is expected of stages, and on that of steps like others."""
 _SIMULATED_SHARE = 0.98

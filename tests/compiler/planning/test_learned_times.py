@@ -101,6 +101,9 @@ def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates)
     learned.learn_step(first, 1.2 * first.step_time_s)
     assert learned.least_s(first) == pytest.approx(0.995 * 1.2 * unseen_share(first) * first.step_time_s, rel=1e-2)
     assert not learned.on and learned.step_share == learned.least_share == 0.85
+    roomy = LearnedTimes(is_roomy=True)  # where there is room for all, it was not for want of memory
+    roomy.learn_stages(first, dict(enumerate(stage.cost.in_time(1.2) for stage in first.stages)), gap=0.0)
+    assert {*roomy.on.values()} == {1.03}
 
 
 def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
@@ -151,6 +154,17 @@ def test_until_as_many_stages_are_simulated_layouts_may_save_some_of_what_they_s
     assert [learned.simulated_share(each) for each in (two, four)] == [1.0, unseen_share(four)]
     learned.learn_simulated(two, 0.9)
     assert [learned.simulated_share(each) for each in (two, four)] == [0.9, 0.9]
+
+
+def test_what_single_devices_send_tells_nothing_of_layouts_on_several(candidates):
+    several, learned = candidates[0], LearnedTimes()
+    single = Submesh(num_hosts=1, devices_per_host=1)
+    alone = dataclasses.replace(
+        several, stages=tuple(dataclasses.replace(stage, submesh=single) for stage in several.stages)
+    )
+    learned.learn_simulated(alone, 0.99)
+    assert learned.least_simulated_share(alone) == pytest.approx(0.995 * 0.99)
+    assert learned.simulated_share(several) == unseen_share(several) and not learned.unlike
 
 
 def test_stages_of_another_schedule_are_known(candidates):
@@ -308,3 +322,25 @@ def test_the_first_stages_that_are_faster_than_the_best_plan_are_completed_befor
     searching.learned.of_stages.clear()
     searching.best_s = seconds
     assert searching.next_region() is first
+
+
+def test_of_stages_that_would_have_to_gain_those_on_most_devices_are_completed_first(problem, candidates):
+    searching = _Search.of(problem, lambda plan: math.inf)
+    region = Stages(num_microbatches=1, num_stages=(2, 2), bound_s=0.0, likely_s=0.0, even_s=0.0)
+    searching.best = autopar.parallelize(train_step, cluster=problem.hardware).trace(*arguments(4096, 1024)).plan().plan
+    searching.best_s = 0.999 * min(each.step_time_s for each in candidates)
+    two = cluster_shape(2, 8)
+    first = next(each for each in candidates if any(stage.stop - stage.start > 1 for stage in each.stages))
+    on = {
+        number: dataclasses.replace(
+            first,
+            stages=tuple(
+                dataclasses.replace(stage, submesh=cluster_shape(number, 8) if stage.stop - stage.start > 1 else two)
+                for stage in first.stages
+            ),
+        )
+        for number in (2, 4, 1)
+    }
+    regions = [Completion(candidate=each, region=region) for each in on.values()]
+    regions.sort(key=lambda each: searching.order(each, searching.likely_s(each)))
+    assert [each.candidate for each in regions] == [on[number] for number in (4, 2, 1)]
