@@ -270,7 +270,8 @@ class _Search:
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
         microbatches. On equal machines, the first stages that are found and faster than the best plan do not wait for
-        what regions may hold: they tell how much stages gain as a whole.
+        what regions may hold: they tell how much stages gain as a whole. Those that are no faster by their layers come
+        in the order of their devices, the most first: what they gain tells of stages on no more devices.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
@@ -279,7 +280,7 @@ class _Search:
                     return -1.0 if mixed else -3.0, likely_s
                 by_layers_s = max(likely_s, region.candidate.step_time_s)
                 teaches = not (self.learned.of_stages or mixed) and by_layers_s < self.best_s
-                if by_layers_s >= self.best_s:  # what it would gain by tells of others on no more devices
+                if by_layers_s >= self.best_s:
                     several = (each for each in region.candidate.stages if each.stop - each.start > 1)
                     return self.best_s, -max((each.submesh.num_devices for each in several), default=0), by_layers_s
                 return (0.0 if teaches else by_layers_s), 0.0, by_layers_s
