@@ -62,8 +62,14 @@ def test_a_search_that_is_slower_than_before_fails(tmp_path):
         main([*asked, "--before", str(before)])
 
 
+def test_a_cluster_that_there_is_not_is_refused_before_anything_is_planned(capsys):
+    with pytest.raises(autopar.InvalidArgument, match=r"no machine 'dgx-a100'\. Did you mean"):
+        main(["--models", "mlp", "--clusters", "random:5", "1x dgx-a100", "--methods", "1f1b"])
+    assert "random:5" not in capsys.readouterr().out
+
+
 def test_a_search_of_unequal_layers_is_not_behind_one_of_a_schedule_alone():
-    """The best stages are for one microbatch. By formulas, which count on more of them, they are seventh or later."""
+    """The best stages are for one microbatch, of which no formula that counts on more of them tells."""
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
