@@ -109,7 +109,7 @@ def main() -> None:
     if options.here:
         print(json.dumps(asdict(measured(one))))
         return
-    compileall.compile_dir(Path(__file__).parents[1] / "autopar", quiet=1)  # as an installation has it
+    compileall.compile_dir(Path(__file__).parents[1] / "autopar", quiet=1)  # installations have byte code too
     rows: list[Row] = []
     for row in (row for case in ((one,) if options.model else CASES) for row in rows_of(case, options.what)):
         rows.append(row)

@@ -18,12 +18,12 @@ microbatches and V virtual stages per mesh:
     eager-1f1b    f+b                (M-1) max(f+b, x)
     interleaved   (f+b)/V            max(M (f+b) - (f+b)/V, (M-1) V x)
     zero-bubble   max(f, w) + b-2w   (M-1) (f+b + x) + w + min(f, w)
-    one of these  f + b-w            0; tail_s = w/V + update_s, behind b-w
+    w apart, M=1  f + b-w            0, with tail_s = w/V + update_s and b - w in place of b in e_s
 
 The first microbatch fills and drains the pipeline, the others follow at the pace of the slowest stage. Behind the last
 task of stage s, the stages from s on take e_s: the next one ends its last task earlier, by a transfer and a backward
-task, but where weight gradients are tasks of their own, which fill the end (e_0 = max update). A single microbatch has
-none to fill it with but its own (the last line, M = 1), which is exact for any stages. For equal stages and
+task, but where weight gradients w are tasks of their own, which fill the end (e_0 = max update). A single microbatch
+has only its own w to fill it with (the last line). That line is exact for any stages with V = 1. For equal stages and
 x = 0 each T is the simulated time of the schedule (interleaved: if S divides M; zero-bubble: if S <= M). For unequal
 stages the simulated time of 1F1B is at most T, and GPipe's at most (M-1) (max f + max b - max (f+b)) more, as its two
 halves wait for different stages.
@@ -135,18 +135,18 @@ class Timing:
         return self._forms.memory_depends_on_num_stages
 
     @property
-    def splits_a_single_one(self) -> bool:
+    def splits_only_microbatch(self) -> bool:
         """True if the weight gradients of the only microbatch are tasks of their own."""
         return self.num_microbatches == 1 and self.schedule.splits_weight_gradients
 
     def tail_s(self, weight_s: Seconds, update_s: Seconds) -> Seconds:
         """Return the seconds of the step that a stage takes behind the last task that others wait for."""
         own_s = update_s if self.counts_updates else 0.0 * update_s
-        return own_s + weight_s / self.virtual_stages if self.splits_a_single_one else own_s
+        return own_s + weight_s / self.virtual_stages if self.splits_only_microbatch else own_s
 
     def return_s(self, backward_s: Seconds, weight_s: Seconds, transfer_s: Seconds) -> Seconds:
         """Return by how many seconds the last task of a stage ends behind that of the next one, at least."""
-        if self.splits_a_single_one:
+        if self.splits_only_microbatch:
             return (backward_s - weight_s) / self.virtual_stages + transfer_s / 2
         if self.schedule.splits_weight_gradients:
             return 0.0 * (backward_s + transfer_s)
@@ -154,13 +154,13 @@ class Timing:
 
     def warmup_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that a stage adds to the way of the first microbatch there and back."""
-        if self.splits_a_single_one:
+        if self.splits_only_microbatch:
             return forward_s + backward_s - weight_s
         return self._forms.warmup_s(forward_s, backward_s, weight_s, virtual_stages=self.virtual_stages)
 
     def steady_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that the other microbatches take if this stage is the slowest and transfers are free."""
-        if self.splits_a_single_one:
+        if self.splits_only_microbatch:
             return 0.0 * forward_s
         return self._forms.steady_s(
             forward_s,
