@@ -16,7 +16,7 @@ chosen once more with a cost of memory, as in a search.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -51,6 +51,9 @@ from autopar.methods import Auto
 _TIME_LIMIT_S = 60.0
 """Seconds for the layouts of one mesh."""
 
+Received = Mapping[int, Mapping[str, float]]
+"""The seconds for each byte of a value, by mesh and value."""
+
 
 def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
     """Yield every layout of an input, with all layouts anew on the meshes that read it."""
@@ -81,16 +84,13 @@ def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
 def _with_layouts(
     planning: Planning, graph: StageGraph, meshes: Mapping[int, _Mesh], asked: Mapping[int, Mapping[str, Layout]]
 ) -> Plan:
-    """Return the plan with some meshes anew; within memory, if any of the multipliers makes it fit."""
-    sharded = {number: mesh.best(asked[number], {}) for number, mesh in meshes.items()}
-    first = found = _with_shardings(planning.plan, graph, sharded)
-    for price in STAGE_PRICES[1:]:
-        if planning.fits(found):
-            return found
-        charged = {n: meshes[n].stage.charges(sharding, *price) for n, sharding in sharded.items()}
-        leaner = {number: mesh.best(asked[number], charged[number]) for number, mesh in meshes.items()}
-        found = _with_shardings(planning.plan, graph, leaner)
-    return found if planning.fits(found) else first
+    """Return the plan with all layouts of some meshes anew, some of them as asked."""
+
+    def with_prices(received: Received) -> Plan:
+        sharded = {number: mesh.best(asked[number], received[number]) for number, mesh in meshes.items()}
+        return _with_shardings(planning.plan, graph, sharded)
+
+    return _within_memory(planning, {number: mesh.stage for number, mesh in meshes.items()}, with_prices)
 
 
 def _with_shardings(plan: Plan, graph: StageGraph, sharded: Mapping[int, MeshSharding]) -> Plan:
@@ -127,8 +127,9 @@ class _Stage:
         received = received_seconds(graph, plan, number, planning.cluster)
         return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
 
-    def charges(self, sharding: MeshSharding, multiplier: float, within: bool) -> dict[str, float]:
+    def charges(self, sharding: MeshSharding | None, multiplier: float, within: bool) -> dict[str, float]:
         """Return the seconds of each byte of a value, received or in memory, beside the times of a known sharding."""
+        assert sharding is not None
         stage = self.constrained
         seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
         for task in stage.tasks:
@@ -161,10 +162,10 @@ class _Mesh:
         stage = self.stage.constrained
         return task_graph(stage.tasks, self.mesh, self.mesh_costs, stage.constraints)
 
-    def best(self, asked: Mapping[str, Layout], charged: Mapping[str, float]) -> MeshSharding:
+    def best(self, asked: Mapping[str, Layout], received: Mapping[str, float]) -> MeshSharding:
         """Return the best layouts with some values as asked; raise `Infeasible` where there are none."""
         choices, stage = self.choices, self.stage.constrained
-        problem, charges = choices.table.problem(), choices.charges(charged or stage.received)
+        problem, charges = choices.table.problem(), choices.charges(received)
         problem = replace(problem, costs=tuple(c + charges.get(node, 0.0) for node, c in enumerate(problem.costs)))
         for value, layout in asked.items():
             node = choices.values[value]
@@ -341,23 +342,28 @@ def laid_out_anew(planning: Planning, bare: Plan) -> Plan:
     graph = planning.cut(bare)
     if all(len(mesh.devices) == 1 for mesh in bare.meshes):
         return replace(bare, meshes=tuple(replace(mesh, sharding=None) for mesh in bare.meshes))
-    stages = [_Stage.of(planning, graph, bare, number) for number in range(len(bare.meshes))]
-    first = found = _sharded(planning, bare, graph, [stage.constrained for stage in stages])
-    tried: list[list[Mapping[str, float]]] = []
+    stages = {number: _Stage.of(planning, graph, bare, number) for number in range(len(bare.meshes))}
+
+    def with_prices(received: Received) -> Plan:
+        priced = [replace(stage.constrained, received=received[number]) for number, stage in stages.items()]
+        return shard_stages(
+            bare, graph, priced, cluster=planning.cluster, time_limit_s=_TIME_LIMIT_S, cache_directory=None
+        )
+
+    return _within_memory(planning, stages, with_prices)
+
+
+def _within_memory(planning: Planning, stages: Mapping[int, _Stage], with_prices: Callable[[Received], Plan]) -> Plan:
+    """Return the first plan that fits, at rising prices of memory; the one without a price if none does."""
+    first = with_prices({number: stage.constrained.received for number, stage in stages.items()})
+    if planning.fits(first):
+        return first
+    tried: list[Received] = []
     for price in STAGE_PRICES[1:]:
-        if planning.fits(found):
-            return found
-        received: list[Mapping[str, float]] = []
-        for stage, mesh in zip(stages, first.meshes, strict=True):
-            assert mesh.sharding is not None
-            received.append(stage.charges(mesh.sharding, *price))
-        if received in tried:  # stages that keep nothing within a task have no price for it
+        charged = {n: stage.charges(first.meshes[n].sharding, *price) for n, stage in stages.items()}
+        if charged in tried:  # stages that keep nothing within a task have no price for it
             continue
-        tried.append(received)
-        charged = [replace(stage.constrained, received=each) for stage, each in zip(stages, received, strict=True)]
-        found = _sharded(planning, bare, graph, charged)
-    return found if planning.fits(found) else first
-
-
-def _sharded(planning: Planning, bare: Plan, graph: StageGraph, stages: Sequence[ConstrainedStage]) -> Plan:
-    return shard_stages(bare, graph, stages, cluster=planning.cluster, time_limit_s=_TIME_LIMIT_S, cache_directory=None)
+        tried.append(charged)
+        if planning.fits(plan := with_prices(charged)):
+            return plan
+    return first

@@ -12,7 +12,7 @@ from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link
 from tests.compiler.planning.test_groups import cluster
-from tests.small_steps import draw, sgd, tanh_loss
+from tests.small_steps import SEPARATE, draw, sgd, tanh_loss
 
 METHODS = {
     "one program": autopar.Auto(num_stages=1, mesh_shape=(4,)),
@@ -213,6 +213,15 @@ def test_a_restricted_search_is_explained_within_its_restriction():
     planned, answer = explained(method, "num_microbatches")
     (other,) = answer.others
     assert other.step_time_s == planned.what_if(num_microbatches=2).after.simulated.step_time_s
+
+
+@pytest.mark.parametrize("question", ["layers.1.0", "num_microbatches"])
+def test_layouts_chosen_anew_keep_the_memory_where_some_can(plans, question):
+    limit = 0.95 * plans("searched stages").simulate().peak_bytes
+    tight = autopar.Cluster(num_devices=4, machine=replace(SEPARATE, devices_per_host=4, memory_bytes=limit))
+    step = autopar.parallelize(sgd(loss), method=METHODS["searched stages"], cluster=tight)
+    others = step.trace(*arguments()).plan().explain(question).others
+    assert others and all(other.fits for other in others)
 
 
 @pytest.mark.parametrize("name", ["stages by hand", "megatron"])
