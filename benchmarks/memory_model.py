@@ -145,7 +145,7 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
 
 def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:
     mesh_costs = MeshCosts(machine=_PLANNED_FOR, mesh=mesh)
-    return plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
+    return plan_intra_op(trace.jaxpr, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
 
 
 def _compiled(

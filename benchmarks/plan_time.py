@@ -126,7 +126,6 @@ def measure(case: Case) -> Row:
     mesh = LogicalMesh(shape=case.mesh, axis_names=("x", "y", "z")[: len(case.mesh)])
     found = plan_intra_op(
         trace.jaxpr,
-        mesh,
         MeshCosts(machine=Machine.named("dgx-h100"), mesh=mesh),
         state_outputs=dict(trace.state_outputs),
         input_names=[leaf.name for leaf in trace.inputs],

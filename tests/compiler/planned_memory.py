@@ -47,7 +47,7 @@ def planned(trace, shape: tuple[int, ...], **how):
     """Mesh, plan, and the program of one device."""
     mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
     mesh_costs = MeshCosts(machine=H100, mesh=mesh)
-    found = plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
+    found = plan_intra_op(trace.jaxpr, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
     return mesh, found, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
 
 

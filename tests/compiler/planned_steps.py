@@ -53,7 +53,7 @@ def plan_step(
 ) -> IntraOpPlan:
     """The best plan when the first `num_state` results replace the inputs of the same number."""
     state = {number: number for number in range(num_state)}
-    return plan_intra_op(closed, mesh, chosen or mesh_costs(mesh), state_outputs=state, time_limit_s=20, **options)
+    return plan_intra_op(closed, chosen or mesh_costs(mesh), state_outputs=state, time_limit_s=20, **options)
 
 
 def input_layouts(found: IntraOpPlan) -> Sequence[Layout | None]:

@@ -24,6 +24,6 @@ def with_planned_layouts(traced: Any, plan: Plan, machine: Machine = QUICK) -> P
     for number, mesh in enumerate(plan.meshes):
         tasks = tasks_of_stages(graph, plan.stages_on(number))
         mesh_costs = MeshCosts(machine=machine, mesh=logical_mesh(mesh))
-        sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), logical_mesh(mesh), mesh_costs)
+        sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), mesh_costs)
         meshes.append(dataclasses.replace(mesh, sharding=sharding))
     return dataclasses.replace(plan, meshes=tuple(meshes))

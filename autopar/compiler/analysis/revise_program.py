@@ -39,12 +39,13 @@ def program_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
     planning.check_can_be_split(leaf)
     auto, name = _search_as_planned(planning, leaf), planning.trace.inputs[leaf].name
     searched = _searched(planning, auto)
+    mesh = searched.mesh_costs.mesh
     choice = searched.intra_op.choices.arguments[leaf]
     assert choice is not None, "an input that can be split has layouts"
     problem = searched.intra_op.table.problem()
-    for layout in even_layouts(tuple(planning.trace.inputs[leaf].aval.shape), searched.mesh):
-        spec = to_spec(layout, searched.mesh)
-        against = contradicted(planning, leaf, layout, searched.mesh)
+    for layout in even_layouts(tuple(planning.trace.inputs[leaf].aval.shape), mesh):
+        spec = to_spec(layout, mesh)
+        against = contradicted(planning, leaf, layout, mesh)
         pinned = replace(auto, pins={**auto.pins, f"^{re.escape(name)}$": spec})
         try:
             if layout in choice.layouts:

@@ -67,14 +67,17 @@ def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
     ]
     meshes = {number: _Mesh.of(planning, graph, number, leaf) for number in sorted({mesh for _, mesh in read})}
     first = meshes[read[0][1]]
+    first_mesh = first.mesh_costs.mesh
     node = first.choices.values[read[0][0]]
     for layout in () if node is None else (each for each in node.layouts if not each.partial):
-        words = str(to_spec(layout, first.mesh))
+        words = str(to_spec(layout, first_mesh))
         asked = {
-            number: {value: layout for value, where in read if where == number} if mesh.mesh == first.mesh else {}
+            number: {value: layout for value, where in read if where == number}
+            if mesh.mesh_costs.mesh == first_mesh
+            else {}
             for number, mesh in meshes.items()
         }
-        against = contradicted(planning, leaf, layout, first.mesh)
+        against = contradicted(planning, leaf, layout, first_mesh)
         try:
             yield Revision(choice=words, plan=_with_layouts(planning, graph, meshes, asked), against=against)
         except Infeasible:
@@ -145,7 +148,6 @@ class _Mesh:
     """A mesh whose layouts are chosen several times, each time with some of them fixed."""
 
     stage: _Stage
-    mesh: LogicalMesh
     mesh_costs: MeshCosts
 
     @classmethod
@@ -154,13 +156,13 @@ class _Mesh:
         mesh = logical_mesh(planning.plan.meshes[number])
         stage = _Stage.of(planning, graph, planning.plan, number, leaf)
         machine = planning.cluster.machine_of(planning.plan.meshes[number].devices)
-        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=machine, mesh=mesh))
+        return cls(stage=stage, mesh_costs=MeshCosts(machine=machine, mesh=mesh))
 
     @cached_property
     def choices(self) -> TaskGraph:
         """The graph of all choices, made once."""
         stage = self.stage.constrained
-        return task_graph(stage.tasks, self.mesh, self.mesh_costs, stage.constraints)
+        return task_graph(stage.tasks, self.mesh_costs, stage.constraints)
 
     def best(self, asked: Mapping[str, Layout], received: Mapping[str, float]) -> MeshSharding:
         """Return the best layouts with some values as asked; raise `Infeasible` where there are none."""
@@ -172,7 +174,7 @@ class _Mesh:
             if node is not None:
                 problem = with_option(problem, node.number, node.layouts.index(layout))
         solution = choices.plan_of(solve(problem, time_limit_s=_TIME_LIMIT_S))
-        return mesh_sharding(stage.tasks, solution, self.mesh, self.mesh_costs)
+        return mesh_sharding(stage.tasks, solution, self.mesh_costs)
 
 
 def _search_constraints(

@@ -43,7 +43,7 @@ def price_plan(trace: Trace, plan: Plan, program: Program, *, cluster: Cluster) 
             _check_machine(sharding.figures, machine)
         else:
             mine = [executable for executable in program.executables.values() if executable.mesh == number]
-            sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), mesh_costs)
+            sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), mesh_costs)
         meshes.append(replace(mesh, sharding=sharding))
     return replace(plan, meshes=tuple(meshes))
 

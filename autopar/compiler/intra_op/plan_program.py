@@ -109,19 +109,18 @@ class Constraints:
 
 
 def plan_intra_op(
-    closed: jc.ClosedJaxpr, mesh: LogicalMesh, mesh_costs: MeshCosts, *, below_s: float = math.inf, **options: Any
+    closed: jc.ClosedJaxpr, mesh_costs: MeshCosts, *, below_s: float = math.inf, **options: Any
 ) -> IntraOpPlan:
     """Return the best layouts of a program's values, for the `options` of `intra_op_problem`.
 
     Raises `MemoryTooSmall` if no plan is found that fits, and `NoneBelow` as soon as it is known that none takes less
     than `below_s`.
     """
-    return intra_op_problem(closed, mesh, mesh_costs, **options).best(below_s)
+    return intra_op_problem(closed, mesh_costs, **options).best(below_s)
 
 
 def intra_op_problem(
     closed: jc.ClosedJaxpr,
-    mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     *,
     state_outputs: dict[int, int],
@@ -141,7 +140,7 @@ def intra_op_problem(
     (a share of the modelled peak) is kept free. Optima are kept in `cache_directory`, if one is given.
     """
     constraints = Constraints() if constraints is None else constraints
-    jaxpr, _ = jc.open_jaxpr(closed)
+    jaxpr, mesh = jc.open_jaxpr(closed)[0], mesh_costs.mesh
     table = NodeTable(mesh_costs=mesh_costs)
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(jaxpr)

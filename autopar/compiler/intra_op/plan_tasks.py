@@ -159,12 +159,7 @@ class TaskGraph:
         )
 
 
-def task_graph(
-    tasks: Sequence[GroupTask],
-    mesh: LogicalMesh,
-    mesh_costs: MeshCosts,
-    constraints: GroupConstraints,
-) -> TaskGraph:
+def task_graph(tasks: Sequence[GroupTask], mesh_costs: MeshCosts, constraints: GroupConstraints) -> TaskGraph:
     """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `FOLD_FROM`

@@ -160,10 +160,8 @@ class LayerCosts:
             cache_directory=self.cache_directory,
         )
         # A stage brings in its state part by part, where this layer's update reads all of its own.
-        on_device = device_tasks(layer.tasks, solved, mesh_costs.mesh, mesh_costs)
-        cost = stage_cost(
-            layer, solved, mesh_costs.mesh, mesh_costs, on_device, part_share=PART_SHARE, at_work=not self.fits
-        )
+        on_device = device_tasks(layer.tasks, solved, mesh_costs)
+        cost = stage_cost(layer, solved, mesh_costs, on_device, part_share=PART_SHARE, at_work=not self.fits)
         if not choice.remat:
             cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, on_device, mesh_costs))
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
@@ -275,7 +273,7 @@ class LayerCosts:
                 layer_constraints(layer, mesh, self.method, free.splits, usual),
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
             )
-            choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
+            choices = task_graph(layer.tasks, mesh_costs, constraints)
             self.choices[key] = PricedTaskGraph(
                 graph=choices, names=layer.state | layer.on_host | layer.kept | layer.fed
             )
@@ -377,7 +375,6 @@ def host_charges(layer: LayerClass, machine: Machine) -> dict[str, float]:
 def stage_cost(
     layer: LayerClass,
     solved: GroupPlan,
-    mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     on_device: Mapping[str, DeviceTask] | None = None,
     *,
@@ -391,12 +388,12 @@ def stage_cost(
     """
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
-    on_device = device_tasks(layer.tasks, solved, mesh, mesh_costs) if on_device is None else on_device
+    on_device = device_tasks(layer.tasks, solved, mesh_costs) if on_device is None else on_device
     for task in layer.tasks:
         task_s = on_device[task.name].times.total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, on_device if at_work else {}, mesh, part_share)
+    memory = stage_memory(layer, solved.layouts, on_device if at_work else {}, mesh_costs.mesh, part_share)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -451,7 +448,7 @@ def stage_memory(
     layouts: Mapping[str, Layout | None],
     on_device: Mapping[str, DeviceTask],
     mesh: LogicalMesh,
-    part_share: float = 1.0,
+    part_share: float,
 ) -> StageMemory:
     """Return the memory of a layer or a stage, by the layouts of its values and what its tasks need on a device.
 

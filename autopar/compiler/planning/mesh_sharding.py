@@ -19,7 +19,6 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
 from autopar.compiler.memory.estimate import MemoryEstimate, peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.block_plan import BlockPlan, layout_text, to_data
 from autopar.compiler.spmd.block_times import BlockTimes, block_times
 from autopar.compiler.spmd.collectives import planned_collectives
@@ -36,18 +35,15 @@ def mesh_constraints(graph: StageGraph, tasks: list[GroupTask]) -> GroupConstrai
     return GroupConstraints(alike=graph.replaced, sums=local)
 
 
-def plan_mesh(
-    tasks: list[GroupTask], constraints: GroupConstraints, mesh: LogicalMesh, mesh_costs: MeshCosts
-) -> MeshSharding:
+def plan_mesh(tasks: list[GroupTask], constraints: GroupConstraints, mesh_costs: MeshCosts) -> MeshSharding:
     """Return the best layouts of the tasks of a mesh."""
-    solution = task_graph(tasks, mesh, mesh_costs, constraints).best({})
-    return mesh_sharding(tasks, solution, mesh, mesh_costs)
+    solution = task_graph(tasks, mesh_costs, constraints).best({})
+    return mesh_sharding(tasks, solution, mesh_costs)
 
 
 def mesh_sharding(
     tasks: Sequence[GroupTask],
     solution: GroupPlan,
-    mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     on_device: Mapping[str, DeviceTask] | None = None,
 ) -> MeshSharding:
@@ -56,7 +52,8 @@ def mesh_sharding(
     temporary_bytes: dict[str, float] = {}
     temporary_parts: dict[str, tuple[MemoryPart, ...]] = {}
     collectives: list[PlannedCollective] = []
-    on_device = device_tasks(tasks, solution, mesh, mesh_costs) if on_device is None else on_device
+    mesh = mesh_costs.mesh
+    on_device = device_tasks(tasks, solution, mesh_costs) if on_device is None else on_device
     for task in tasks:
         done = on_device[task.name]
         block, took, memory = done.block, done.times, done.memory
@@ -84,10 +81,10 @@ def mesh_sharding_like(
     others: Sequence[GroupTask],
     tasks: Sequence[GroupTask],
     solution: GroupPlan,
-    mesh: LogicalMesh,
     mesh_costs: MeshCosts,
 ) -> MeshSharding:
     """Return the sharding of tasks that are like `others`, whose sharding is known, under names of their own."""
+    mesh = mesh_costs.mesh
     names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
     collectives: list[PlannedCollective] = []
     for task in tasks:
@@ -120,31 +117,29 @@ class DeviceTask:
         return self.estimate()
 
 
-def device_tasks(
-    tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh, mesh_costs: MeshCosts
-) -> dict[str, DeviceTask]:
+def device_tasks(tasks: Sequence[GroupTask], solution: GroupPlan, mesh_costs: MeshCosts) -> dict[str, DeviceTask]:
     """Return by its name what one device does of each task of a solution."""
-    return {task.name: _device_task(task, solution.tasks[task.name], mesh, mesh_costs) for task in tasks}
+    return {task.name: _device_task(task, solution.tasks[task.name], mesh_costs) for task in tasks}
 
 
-_Known = tuple[BlockPlan, LogicalMesh, MeshCosts, DeviceTask]
+_Known = tuple[BlockPlan, MeshCosts, DeviceTask]
 _known: weakref.WeakKeyDictionary[GroupTask, deque[_Known]] = weakref.WeakKeyDictionary()
 _NUM_KNOWN = 8
 """The number of solutions of a task that are remembered: of several memory multipliers many are the same."""
 
 
-def _device_task(task: GroupTask, plan: BlockPlan, mesh: LogicalMesh, mesh_costs: MeshCosts) -> DeviceTask:
+def _device_task(task: GroupTask, plan: BlockPlan, mesh_costs: MeshCosts) -> DeviceTask:
     known = _known.setdefault(task, deque(maxlen=_NUM_KNOWN))
     for *given, found in known:
-        if given == [plan, mesh, mesh_costs]:
+        if given == [plan, mesh_costs]:
             return found
-    block = local_task(task, plan, mesh)
+    block = local_task(task, plan, mesh_costs.mesh)
     found = DeviceTask(
         block=block,
         times=block_times(block, mesh_costs),
-        estimate=partial(peak_memory, block, mesh, task.donated, machine=mesh_costs.machine),
+        estimate=partial(peak_memory, block, mesh_costs.mesh, task.donated, machine=mesh_costs.machine),
     )
-    known.append((plan, mesh, mesh_costs, found))
+    known.append((plan, mesh_costs, found))
     return found
 
 

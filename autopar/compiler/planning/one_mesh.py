@@ -14,7 +14,6 @@ from pathlib import Path
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, IntraOpProblem, intra_op_problem
-from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
@@ -40,8 +39,6 @@ from autopar.progress import tell
 class MeshSearchResult:
     """A search's result on one mesh, and what it was made from."""
 
-    closed: jc.ClosedJaxpr
-    mesh: LogicalMesh
     mesh_costs: MeshCosts
     intra_op: IntraOpPlan
     block: LocalBlock
@@ -212,8 +209,6 @@ def search_of(method: SearchMethod | ShardParallel) -> Auto:
 class BegunSearch:
     """A search on one mesh, of which the choice is stated and nothing is solved yet."""
 
-    closed: jc.ClosedJaxpr
-    mesh: LogicalMesh
     mesh_costs: MeshCosts
     problem: IntraOpProblem
     recomputed_layers: tuple[int, ...]
@@ -225,8 +220,6 @@ class BegunSearch:
         """
         intra_op = self.problem.best(below_s, unlimited)
         return MeshSearchResult(
-            closed=self.closed,
-            mesh=self.mesh,
             mesh_costs=self.mesh_costs,
             intra_op=intra_op,
             block=intra_op.program.block,
@@ -290,7 +283,6 @@ def begin_on(
     )
     problem = intra_op_problem(
         closed,
-        mesh,
         mesh_costs,
         state_outputs=dict(trace.state_outputs),
         constraints=constraints_of(trace, closed, method, mesh, allowed),
@@ -301,16 +293,14 @@ def begin_on(
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,
     )
-    return BegunSearch(
-        closed=closed, mesh=mesh, mesh_costs=mesh_costs, problem=problem, recomputed_layers=recomputed_layers
-    )
+    return BegunSearch(mesh_costs=mesh_costs, problem=problem, recomputed_layers=recomputed_layers)
 
 
 def plan_of(
     trace: Trace, method: SearchMethod | ShardParallel, searched: MeshSearchResult, offered: Callable[[], Offer]
 ) -> Plan:
     """Return a search's result as a plan."""
-    auto, mesh, block = search_of(method), searched.mesh, searched.block
+    auto, mesh, block = search_of(method), searched.mesh_costs.mesh, searched.block
     recomputed = searched.recomputed_layers
     sharding = ShardingPlan(
         layouts=to_data(searched.intra_op.plan, mesh),

@@ -38,7 +38,7 @@ from autopar.compiler.planning.layer_costs import (
 )
 from autopar.compiler.planning.mesh_sharding import DeviceTask, device_tasks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_problem import StageProblem
-from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.hardware.cluster import Cluster
@@ -59,7 +59,6 @@ class _StageInputs:
     tasks: list[GroupTask]
     layer: LayerClass
     constraints: GroupConstraints
-    mesh: LogicalMesh
     mesh_costs: MeshCosts
     num_in_flight: float
     """Microbatches whose activations are in memory at once."""
@@ -121,32 +120,31 @@ def shard_stages(
         key = (mesh.shape, cluster.group_of(planned.devices), _key_of_constrained(stage))
         best = solved[key].for_layer(stage.layer) if key in solved else None
         if best is None:
-            best = _best_within(stage, mesh, mesh_costs, time_limit_s, cache_directory)
+            best = _best_within(stage, mesh_costs, time_limit_s, cache_directory)
             solved[key] = SolvedStage(layer=stage.layer, plan=best)
-        sharding = mesh_sharding(stage.tasks, best, mesh, mesh_costs)
+        sharding = mesh_sharding(stage.tasks, best, mesh_costs)
         meshes.append(replace(planned, sharding=sharding, links=mesh.links))
     return with_input_specs(replace(plan, meshes=tuple(meshes)), graph)
 
 
 def _best_within(
     stage: ConstrainedStage,
-    mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     time_limit_s: float,
     cache_directory: Path | None,
 ) -> GroupPlan:
     """Return the fastest layouts that fit into the memory of a stage; those that need the least if none are found."""
-    choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
+    choices = task_graph(stage.tasks, mesh_costs, stage.constraints)
     best = choices.best(stage.received, time_limit_s=time_limit_s, cache_directory=cache_directory)
     if math.isinf(stage.memory_bytes):
         return best
-    free = found = stage_cost(stage.layer, best, mesh, mesh_costs)
+    free = found = stage_cost(stage.layer, best, mesh_costs)
     for multiplier, within in _prices(choices)[1:]:
         if found.peak_bytes(stage.num_in_flight) <= stage.memory_bytes:
             break
         charged = _added(stage.received, memory_charges(stage.layer, free, multiplier, within=within))
         best = choices.best(charged, time_limit_s=time_limit_s, cache_directory=cache_directory)
-        found = stage_cost(stage.layer, best, mesh, mesh_costs)
+        found = stage_cost(stage.layer, best, mesh_costs)
     return best
 
 
@@ -272,7 +270,6 @@ def _stage_inputs(
         tasks=tasks,
         layer=layer,
         constraints=layer_constraints(layer, mesh, method, stage.cost.choice.splits),
-        mesh=mesh,
         mesh_costs=MeshCosts(machine=problem.machine_of(stage.submesh), mesh=mesh),
         num_in_flight=most_in_flight(plan, number, timing, behind, count),
         received=received_seconds(graph, plan, number, problem.hardware),
@@ -292,7 +289,7 @@ def _key(inputs: _StageInputs) -> Hashable:
     numbers = layer_value_numbers(inputs.layer)
     alike, constraint_key = inputs.constraints.alike, inputs.constraints.equations.constraint_key
     return (
-        inputs.mesh.shape,
+        inputs.mesh_costs.mesh.shape,
         inputs.stage.submesh.group,
         inputs.stage.cost.choice,
         class_key(inputs.layer),
@@ -322,7 +319,7 @@ class _Solution:
     def sharding(self) -> MeshSharding:
         """The layouts as data."""
         mine = self.inputs
-        return mesh_sharding(mine.tasks, self.solved.plan, mine.mesh, mine.mesh_costs, self.on_device)
+        return mesh_sharding(mine.tasks, self.solved.plan, mine.mesh_costs, self.on_device)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -336,7 +333,7 @@ class _EquivalentStages:
     @cached_property
     def choices(self) -> TaskGraph:
         """The layouts to choose from."""
-        return task_graph(self.first.tasks, self.first.mesh, self.first.mesh_costs, self.first.constraints)
+        return task_graph(self.first.tasks, self.first.mesh_costs, self.first.constraints)
 
     def solution(self, price: tuple[float, bool], problem: StageProblem, max_gap: float) -> _Solution:
         """Return the layouts of the first stage up to a gap, computed when they are first asked for."""
@@ -353,12 +350,12 @@ class _EquivalentStages:
                 max_gap=max_gap,
                 cache_directory=problem.cache_directory,
             )
-            on_device = device_tasks(inputs.tasks, solved, inputs.mesh, inputs.mesh_costs)
+            on_device = device_tasks(inputs.tasks, solved, inputs.mesh_costs)
             self.solutions[price] = _Solution(
                 inputs=inputs,
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
                 on_device=on_device,
-                cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, on_device),
+                cost=stage_cost(inputs.layer, solved, inputs.mesh_costs, on_device),
                 asked_gap=max_gap,
             )
         return self.solutions[price]
@@ -406,9 +403,7 @@ def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSh
     plan = solution.solved.for_layer(inputs.layer)
     if plan is None:
         return None
-    return lambda: mesh_sharding_like(
-        solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh, inputs.mesh_costs
-    )
+    return lambda: mesh_sharding_like(solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh_costs)
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, cluster: Cluster) -> dict[str, float]:

@@ -171,7 +171,6 @@ def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
 def planned(trace: Trace, fold_from: int, mesh_costs: MeshCosts = MESH_COSTS) -> IntraOpPlan:
     return plan_intra_op(
         trace.jaxpr,
-        mesh_costs.mesh,
         mesh_costs,
         state_outputs=dict(trace.state_outputs),
         input_names=[leaf.name for leaf in trace.inputs],

@@ -127,7 +127,7 @@ def test_sums_are_passed_on_through_what_is_linear_only():
 
 def test_equal_equations_are_listed_once():
     found = plan_intra_op(
-        traced(lambda x: jnp.tanh(jnp.tanh(x)), X), GRID, mesh_costs(GRID), state_outputs={}, time_limit_s=10
+        traced(lambda x: jnp.tanh(jnp.tanh(x)), X), mesh_costs(GRID), state_outputs={}, time_limit_s=10
     )
     first, second = found.choices.equations
     assert first is not None and second is not None

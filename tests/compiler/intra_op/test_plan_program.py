@@ -202,7 +202,7 @@ def test_layers_alike_are_planned_as_one_where_inputs_have_names():
     closed = traced(step, *[f32(64, 64)] * 6, f32(256, 64))
     names = [*(f"params.h_{number}" for number in range(6)), "x"]
     apart = plan_step(closed, GRID)
-    folded = plan_intra_op(closed, GRID, mesh_costs(GRID), state_outputs={}, input_names=names, fold_from=1)
+    folded = plan_intra_op(closed, mesh_costs(GRID), state_outputs={}, input_names=names, fold_from=1)
     assert len(folded.table.costs) < len(apart.table.costs)
     assert folded.optimum.value >= apart.optimum.value * (1 - 1e-9)
     assert len(folded.plan.equations) == len(jc.open_jaxpr(closed)[0].eqns)

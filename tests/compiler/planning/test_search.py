@@ -239,7 +239,7 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     graph = cut_stages(layers.prepared, StageCut.of(plan))
     tasks = tasks_of_stages(graph, plan.stages_on(0))
     stage = layer_class(graph, tasks)
-    whole = stage_cost(stage, task_graph(tasks, mesh, mesh_costs, stage.constraints).best({}), mesh, mesh_costs)
+    whole = stage_cost(stage, task_graph(tasks, mesh_costs, stage.constraints).best({}), mesh_costs)
     composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.update_s for c in each)
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.update_s
     assert direct_s <= composed_s * 1.001

@@ -165,12 +165,12 @@ def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_ha
     tasks = tasks_of_stages(graph, plan.stages_on(0))
     assert [task.phase for task in tasks] == ["forward", "update"]
     stage = layer_class(graph, tasks)
-    choices = task_graph(tasks, mesh, mesh_costs, stage.constraints)
-    free = stage_cost(stage, choices.best({}), mesh, mesh_costs)
+    choices = task_graph(tasks, mesh_costs, stage.constraints)
+    free = stage_cost(stage, choices.best({}), mesh_costs)
     gathered: list[float] = []
     for within in (False, True):
         charges = memory_charges(stage, free, MEMORY_MULTIPLIERS[-1], within=within)
-        memory = device_tasks(tasks, choices.best(charges), mesh, mesh_costs)[tasks[0].name].memory
+        memory = device_tasks(tasks, choices.best(charges), mesh_costs)[tasks[0].name].memory
         gathered.append(sum(part.nbytes for part in memory.parts if part.name == "all-gather"))
     matrix = 4 * WIDTH * 4 * WIDTH
     assert gathered == [2 * LAYERS * matrix, matrix]
