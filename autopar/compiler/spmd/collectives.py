@@ -1,11 +1,12 @@
-"""Find the collectives that a program does although their result was there before: a compiler may merge the two.
+"""List the collectives of a local program: what each moves, for which equation, how often, and which repeat another.
 
-    LocalBlock  ->  flags for every action
+    LocalBlock, mesh  ->  LocalCollective, ...      all, in program order
+    LocalBlock        ->  flags for every action    those that repeat an earlier one, and may be merged with it
 
-A plan repeats on purpose what would take memory until it is needed again: parameters are gathered once more for the
-backward pass, and a remat region does once more what the forward pass did. By value numbering, two collectives are the
-same if they do the same with the same operand, remat regions being read as part of what is around them. What a loop
-does in each of its rounds is the same as nothing outside of it.
+A plan repeats a collective on purpose where keeping its result would take memory: parameters are gathered again for the
+backward pass, and a remat region repeats collectives of the forward pass. Value numbering finds these: two collectives
+are the same if they do the same with the same operand. A remat region counts as part of the program around it; what a
+loop does in its rounds equals nothing outside of it.
 """
 
 from __future__ import annotations
@@ -37,91 +38,6 @@ def user_line(*eqns: jc.JaxprEqn) -> str:
     """Return the line of the first equation that the user wrote, as `model.py:41 (attention)`; empty for none."""
     lines = map(jc.source_line, eqns)
     return next((Path(line).name for line in lines if line and not line.startswith(_OWN_LINES)), "")
-
-
-def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
-    """Return, for every action that communicates, whether what its steps send, in their order, was sent before."""
-    numbering = _Numbering(merges=_has_regions(block))
-    numbering.read(block, [numbering.new() for _ in block.inputs])
-    return numbering.repeated
-
-
-def _has_regions(block: LocalBlock) -> bool:
-    entered = [action for action in block.actions if isinstance(action, RunBody)]
-    return any(each.eqn.primitive.name not in CONTROL_FLOW or any(map(_has_regions, each.bodies)) for each in entered)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Numbering:
-    merges: bool
-    """True if equal equations get equal numbers. Outside of remat regions there are no two."""
-    numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
-    repeated: dict[Action, tuple[bool, ...]] = field(default_factory=dict[Action, tuple[bool, ...]])
-    fresh: Iterator[int] = field(default_factory=itertools.count)
-
-    def new(self) -> int:
-        """The number of what equals nothing else."""
-        return next(self.fresh)
-
-    def read(self, block: LocalBlock, inputs: Sequence[int]) -> list[int]:
-        """The numbers of the block's outputs, given those of its inputs."""
-        values = dict(zip(block.inputs, inputs, strict=True))
-
-        def number(value: Value | jc.Literal) -> int:
-            if isinstance(value, jc.Literal):
-                return self._number_of(("literal", literal_key(value)))[0]
-            if value not in values:  # a constant of the jaxpr
-                values[value] = self.new()
-            return values[value]
-
-        for action in block.actions:
-            match action:
-                case Reshard(operand=operand, result=result, steps=steps):
-                    values[result] = self._reshard(action, number(operand), steps)
-                case Evaluate(operands=operands, results=results):
-                    values.update(zip(results, self._evaluate(action, [number(v) for v in operands]), strict=True))
-                case RunBody(operands=operands, results=results):
-                    values.update(zip(results, self._enter(action, [number(v) for v in operands]), strict=True))
-        return [number(value) for value in block.outputs]
-
-    def _number_of(self, key: Hashable) -> tuple[int, bool]:
-        """The number of what `key` says, and whether it was there before."""
-        known = key in self.numbers
-        if not known:
-            self.numbers[key] = self.new()
-        return self.numbers[key], known
-
-    def _reshard(self, action: Action, operand: int, steps: Sequence[ReshardStep]) -> int:
-        flags: list[bool] = []
-        for step in steps:
-            operand, known = self._number_of((operand, step))
-            if collective_kind(step) is not None:
-                flags.append(known)
-        self.repeated[action] = tuple(flags)
-        return operand
-
-    def _evaluate(self, action: Evaluate, operands: Sequence[int]) -> list[int]:
-        known = False
-        if self.merges and not action.eqn.effects:
-            first, known = self._number_of((equation_key(action.eqn), action.strategy, tuple(operands)))
-            numbers = [self._number_of((first, place))[0] for place in range(len(action.results))]
-        else:
-            numbers = [self.new() for _ in action.results]
-        self.repeated[action] = (known,) if action.strategy.combined else ()
-        return numbers
-
-    def _enter(self, action: RunBody, operands: Sequence[int]) -> list[int]:
-        if action.eqn.primitive.name not in CONTROL_FLOW:
-            (body,) = action.bodies
-            return self.read(body, operands)
-        for body in action.bodies:
-            inside = _Numbering(merges=self.merges, repeated=self.repeated)
-            inside.read(body, [inside.new() for _ in body.inputs])
-        return [self.new() for _ in action.results]
-
-
-# --- List the collectives of a program: what each moves, for which equation, and how often ---
-# LocalBlock, mesh  ->  LocalCollective, LocalCollective, ...
 
 
 class LocalCollective(NamedTuple):
@@ -308,3 +224,87 @@ def trips(eqn: jc.JaxprEqn) -> float:
 def taken(eqn: jc.JaxprEqn) -> float:
     """Return the share of an equation's runs that each of its bodies takes part in: a branch as often as the others."""
     return 1 / len(jp.branches_of(eqn)) if eqn.primitive.name == "cond" else 1.0
+
+
+# --- repeated collectives ---------------------------------------------------------------------------------------
+
+
+def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
+    """Return, for every action that communicates, whether what its steps send, in their order, was sent before."""
+    numbering = _Numbering(merges=_has_regions(block))
+    numbering.read(block, [numbering.new() for _ in block.inputs])
+    return numbering.repeated
+
+
+def _has_regions(block: LocalBlock) -> bool:
+    entered = [action for action in block.actions if isinstance(action, RunBody)]
+    return any(each.eqn.primitive.name not in CONTROL_FLOW or any(map(_has_regions, each.bodies)) for each in entered)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Numbering:
+    merges: bool
+    """True if equal equations get equal numbers. Outside of remat regions there are no two."""
+    numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    repeated: dict[Action, tuple[bool, ...]] = field(default_factory=dict[Action, tuple[bool, ...]])
+    fresh: Iterator[int] = field(default_factory=itertools.count)
+
+    def new(self) -> int:
+        """The number of what equals nothing else."""
+        return next(self.fresh)
+
+    def read(self, block: LocalBlock, inputs: Sequence[int]) -> list[int]:
+        """The numbers of the block's outputs, given those of its inputs."""
+        values = dict(zip(block.inputs, inputs, strict=True))
+
+        def number(value: Value | jc.Literal) -> int:
+            if isinstance(value, jc.Literal):
+                return self._number_of(("literal", literal_key(value)))[0]
+            if value not in values:  # a constant of the jaxpr
+                values[value] = self.new()
+            return values[value]
+
+        for action in block.actions:
+            match action:
+                case Reshard(operand=operand, result=result, steps=steps):
+                    values[result] = self._reshard(action, number(operand), steps)
+                case Evaluate(operands=operands, results=results):
+                    values.update(zip(results, self._evaluate(action, [number(v) for v in operands]), strict=True))
+                case RunBody(operands=operands, results=results):
+                    values.update(zip(results, self._enter(action, [number(v) for v in operands]), strict=True))
+        return [number(value) for value in block.outputs]
+
+    def _number_of(self, key: Hashable) -> tuple[int, bool]:
+        """The number of what `key` says, and whether it was there before."""
+        known = key in self.numbers
+        if not known:
+            self.numbers[key] = self.new()
+        return self.numbers[key], known
+
+    def _reshard(self, action: Action, operand: int, steps: Sequence[ReshardStep]) -> int:
+        flags: list[bool] = []
+        for step in steps:
+            operand, known = self._number_of((operand, step))
+            if collective_kind(step) is not None:
+                flags.append(known)
+        self.repeated[action] = tuple(flags)
+        return operand
+
+    def _evaluate(self, action: Evaluate, operands: Sequence[int]) -> list[int]:
+        known = False
+        if self.merges and not action.eqn.effects:
+            first, known = self._number_of((equation_key(action.eqn), action.strategy, tuple(operands)))
+            numbers = [self._number_of((first, place))[0] for place in range(len(action.results))]
+        else:
+            numbers = [self.new() for _ in action.results]
+        self.repeated[action] = (known,) if action.strategy.combined else ()
+        return numbers
+
+    def _enter(self, action: RunBody, operands: Sequence[int]) -> list[int]:
+        if action.eqn.primitive.name not in CONTROL_FLOW:
+            (body,) = action.bodies
+            return self.read(body, operands)
+        for body in action.bodies:
+            inside = _Numbering(merges=self.merges, repeated=self.repeated)
+            inside.read(body, [inside.new() for _ in body.inputs])
+        return [self.new() for _ in action.results]

@@ -1,6 +1,14 @@
-"""Gather from, and scatter into, an array whose indexed dimension is split.
+"""Evaluate one equation on one device's parts of its operands, inside a `shard_map` over the whole mesh.
 
-Every device holds some of the rows. It shifts the indices to its own numbering and leaves out what is not its own:
+    equation, Strategy, parts of the operands  ->  parts of the results
+
+Most primitives do on parts what they do on whole arrays, once their shape parameters are those of the parts. Those that
+depend on positions (iota, gather, scatter, random bits) are shifted to where the part is. Partial sums stay partial; a
+maximum over a split dimension is combined at once. Padding may hold anything: it is masked before it is summed, or
+before its maximum is taken.
+
+Of an array that is split along the indexed dimension, every device holds some of the rows. It shifts the indices to its
+own numbering and leaves out what is not its own:
 
     gather    rows of other devices count as zero, so that the parts are summands of the result
     scatter   updates of other devices' rows are dropped; where the updates are split, the results are summands, and the
@@ -24,150 +32,6 @@ from autopar.compiler.resharding.emit import padded
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape, part_size
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.compiler.spmd.compressed_sums import compressed_sum
-
-_lax: Any = lax
-_jnp: Any = jnp
-
-
-def position(axes: Axes, mesh: LogicalMesh) -> Any:
-    """The number of this device's part along `axes`, the first of them major."""
-    index: Any = 0
-    for axis in axes:
-        index = index * mesh.shape[axis] + lax.axis_index(mesh.axis_names[axis])
-    return index
-
-
-def part_held(size: int, axes: Axes, mesh: LogicalMesh) -> tuple[Any, Any]:
-    """Return where this device's part of a dimension begins, and how many places of it are no padding."""
-    counts = [mesh.shape[axis] for axis in axes]
-    if size % math.prod(counts) == 0:
-        part = size // math.prod(counts)
-        return position(axes, mesh) * part, part
-    start, held = 0, size
-    for axis, count in zip(axes, counts, strict=True):
-        size = part_size(size, count)
-        before: Any = lax.axis_index(mesh.axis_names[axis]) * size
-        start, held = start + before, jnp.clip(held - before, 0, size)
-    return start, held
-
-
-def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
-    """This device's part, or summand, of the gathered slices."""
-    operand, indices = args
-    numbers, slice_sizes, mode, _ = jp.gather_of(eqn)
-    dims = strategy.operands[0].dims
-    aval: Any = eqn.invars[0].aval
-    indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and slice_sizes[d] == 1}
-    sizes = tuple(operand.shape[d] if dims[d] and size > 1 else size for d, size in enumerate(slice_sizes))
-    if not indexed:
-        return jc.bind_equation(eqn, args, {"slice_sizes": sizes})[0]
-    indices = _wide(indices)
-    last = [aval.shape[d] - slice_sizes[d] for d in numbers.start_index_map]
-    outside = _is_outside(indices, last)
-    fills = mode == _lax.GatherScatterMode.FILL_OR_DROP
-    if not fills:
-        # What is said to be inside is clipped all the same, as XLA does.
-        indices = _clipped(indices, last)
-    mine: Any = ~outside if fills else True
-    for dimension, place in indexed.items():
-        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
-        own = indices[..., place].astype(_jnp.int32) - start
-        mine = mine & (own >= 0) & (own < held)
-        indices = indices.at[..., place].set(own.astype(indices.dtype))
-    inside = {"slice_sizes": sizes, "mode": _lax.GatherScatterMode.CLIP}
-    gathered = jc.bind_equation(eqn, (operand, indices), inside)[0]
-    batch = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
-
-    def along_rows(mask: Any) -> Any:
-        return _lax.broadcast_in_dim(mask, gathered.shape, batch)
-
-    result = _jnp.where(along_rows(mine), gathered, _jnp.zeros((), gathered.dtype))
-    if fills:
-        axes = tuple(axis for dimension in indexed for axis in dims[dimension])
-        first = position(axes, mesh) == 0
-        result = _jnp.where(along_rows(outside & first), _fill_value(eqn, gathered.dtype), result)
-    return result
-
-
-def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
-    """This device's part, or summand, of the operand with its updates."""
-    operand, indices, updates = args
-    numbers, mode, _ = jp.scatter_of(eqn)
-    dims = strategy.operands[0].dims
-    aval: Any = eqn.invars[0].aval
-    windows = _window_dimensions(numbers, len(dims))
-    indexed = {d: p for p, d in enumerate(numbers.scatter_dims_to_operand_dims) if dims[d] and d not in windows}
-    changes: dict[str, Any] = {}
-    indices = _wide(indices)
-    if indexed and mode == _lax.GatherScatterMode.CLIP:
-        sizes = _window_sizes(eqn, len(dims))
-        indices = _clipped(indices, [aval.shape[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims])
-    for dimension, place in indexed.items():
-        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
-        own = indices[..., place].astype(_jnp.int32) - start
-        # Negative indices are out of range here, not counted from the end.
-        own = _jnp.where((own >= 0) & (own < held), own, operand.shape[dimension])
-        indices = indices.at[..., place].set(own.astype(indices.dtype))
-    if indexed:
-        changes = {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
-    summed = [axis for axis in strategy.results[0].partial if axis not in strategy.operands[0].partial]
-    if summed:
-        first = position(tuple(summed), mesh) == 0
-        operand = _jnp.where(first, operand, _jnp.zeros((), operand.dtype))
-    if masked_dims(eqn, strategy, mesh)[1]:
-        # Behind the end of the updates stand others, for whatever places.
-        changes |= {"unique_indices": False, "indices_are_sorted": False}
-    return jc.bind_equation(eqn, (operand, indices, updates), changes)[0]
-
-
-def _window_dimensions(numbers: Any, rank: int) -> list[int]:
-    """The operand's dimensions that an update covers as a window."""
-    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    return [d for d in range(rank) if d not in inserted]
-
-
-def _window_sizes(eqn: jc.JaxprEqn, rank: int) -> list[int]:
-    """Return how much of each dimension of the whole operand one update covers."""
-    numbers = jp.scatter_of(eqn).numbers
-    aval: Any = eqn.invars[2].aval
-    named = dict(zip(_window_dimensions(numbers, rank), numbers.update_window_dims, strict=True))
-    return [aval.shape[named[d]] if d in named else 1 for d in range(rank)]
-
-
-def _wide(indices: Any) -> Any:
-    """Indices in which any place of an array can be written, and the one behind its end."""
-    return indices.astype(_jnp.int32) if indices.dtype.itemsize < 4 else indices
-
-
-def _is_outside(indices: Any, last: Sequence[int]) -> Any:
-    """Return whether an index starts before the array, or after the last place where its slice is inside."""
-    outside: Any = False
-    for place, greatest in enumerate(last):
-        outside = outside | (indices[..., place] < 0) | (indices[..., place] > greatest)
-    return outside
-
-
-def _clipped(indices: Any, last: Sequence[int]) -> Any:
-    return _jnp.stack([_jnp.clip(indices[..., place], 0, greatest) for place, greatest in enumerate(last)], -1)
-
-
-def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
-    """Return the value that a gather puts for an index out of range, as `jax.lax.gather` says."""
-    value = jp.gather_of(eqn).fill_value
-    if value is not None:
-        return _jnp.asarray(value, dtype)
-    if _jnp.issubdtype(dtype, _jnp.inexact):
-        return _jnp.asarray(_jnp.nan, dtype)
-    if _jnp.issubdtype(dtype, _jnp.signedinteger):
-        return _jnp.asarray(_jnp.iinfo(dtype).min, dtype)
-    return _jnp.asarray(_jnp.iinfo(dtype).max if dtype != _jnp.bool_ else True, dtype)
-
-
-# --- Evaluate one equation on one device's parts of its operands, inside a `shard_map` over the whole mesh ---
-# Most primitives do on parts what they do on whole arrays, once their shape parameters are those of the parts. What
-# looks at positions (iota, gather, scatter, random bits) is shifted to where the part is. Partial sums stay partial;
-# a maximum over a split dimension is combined at once. Padding holds anything, so that it is masked before it is summed
-# away, or before a maximum of it is taken.
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -324,3 +188,140 @@ def _on_one_device(eqn: jc.JaxprEqn, args: Sequence[Any], mesh: LogicalMesh) -> 
         return [_jnp.zeros(aval.shape, aval.dtype) for aval in avals]
 
     return list(lax.cond(position(everything, mesh) == 0, call, nothing, *args))
+
+
+# --- gather and scatter -----------------------------------------------------------------------------------------
+
+
+def position(axes: Axes, mesh: LogicalMesh) -> Any:
+    """The number of this device's part along `axes`, the first of them major."""
+    index: Any = 0
+    for axis in axes:
+        index = index * mesh.shape[axis] + lax.axis_index(mesh.axis_names[axis])
+    return index
+
+
+def part_held(size: int, axes: Axes, mesh: LogicalMesh) -> tuple[Any, Any]:
+    """Return where this device's part of a dimension begins, and how many places of it are no padding."""
+    counts = [mesh.shape[axis] for axis in axes]
+    if size % math.prod(counts) == 0:
+        part = size // math.prod(counts)
+        return position(axes, mesh) * part, part
+    start, held = 0, size
+    for axis, count in zip(axes, counts, strict=True):
+        size = part_size(size, count)
+        before: Any = lax.axis_index(mesh.axis_names[axis]) * size
+        start, held = start + before, jnp.clip(held - before, 0, size)
+    return start, held
+
+
+def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
+    """This device's part, or summand, of the gathered slices."""
+    operand, indices = args
+    numbers, slice_sizes, mode, _ = jp.gather_of(eqn)
+    dims = strategy.operands[0].dims
+    aval: Any = eqn.invars[0].aval
+    indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and slice_sizes[d] == 1}
+    sizes = tuple(operand.shape[d] if dims[d] and size > 1 else size for d, size in enumerate(slice_sizes))
+    if not indexed:
+        return jc.bind_equation(eqn, args, {"slice_sizes": sizes})[0]
+    indices = _wide(indices)
+    last = [aval.shape[d] - slice_sizes[d] for d in numbers.start_index_map]
+    outside = _is_outside(indices, last)
+    fills = mode == _lax.GatherScatterMode.FILL_OR_DROP
+    if not fills:
+        # What is said to be inside is clipped all the same, as XLA does.
+        indices = _clipped(indices, last)
+    mine: Any = ~outside if fills else True
+    for dimension, place in indexed.items():
+        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
+        own = indices[..., place].astype(_jnp.int32) - start
+        mine = mine & (own >= 0) & (own < held)
+        indices = indices.at[..., place].set(own.astype(indices.dtype))
+    inside = {"slice_sizes": sizes, "mode": _lax.GatherScatterMode.CLIP}
+    gathered = jc.bind_equation(eqn, (operand, indices), inside)[0]
+    batch = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
+
+    def along_rows(mask: Any) -> Any:
+        return _lax.broadcast_in_dim(mask, gathered.shape, batch)
+
+    result = _jnp.where(along_rows(mine), gathered, _jnp.zeros((), gathered.dtype))
+    if fills:
+        axes = tuple(axis for dimension in indexed for axis in dims[dimension])
+        first = position(axes, mesh) == 0
+        result = _jnp.where(along_rows(outside & first), _fill_value(eqn, gathered.dtype), result)
+    return result
+
+
+def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
+    """This device's part, or summand, of the operand with its updates."""
+    operand, indices, updates = args
+    numbers, mode, _ = jp.scatter_of(eqn)
+    dims = strategy.operands[0].dims
+    aval: Any = eqn.invars[0].aval
+    windows = _window_dimensions(numbers, len(dims))
+    indexed = {d: p for p, d in enumerate(numbers.scatter_dims_to_operand_dims) if dims[d] and d not in windows}
+    changes: dict[str, Any] = {}
+    indices = _wide(indices)
+    if indexed and mode == _lax.GatherScatterMode.CLIP:
+        sizes = _window_sizes(eqn, len(dims))
+        indices = _clipped(indices, [aval.shape[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims])
+    for dimension, place in indexed.items():
+        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
+        own = indices[..., place].astype(_jnp.int32) - start
+        # Negative indices are out of range here, not counted from the end.
+        own = _jnp.where((own >= 0) & (own < held), own, operand.shape[dimension])
+        indices = indices.at[..., place].set(own.astype(indices.dtype))
+    if indexed:
+        changes = {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+    summed = [axis for axis in strategy.results[0].partial if axis not in strategy.operands[0].partial]
+    if summed:
+        first = position(tuple(summed), mesh) == 0
+        operand = _jnp.where(first, operand, _jnp.zeros((), operand.dtype))
+    if masked_dims(eqn, strategy, mesh)[1]:
+        # Behind the end of the updates stand others, for whatever places.
+        changes |= {"unique_indices": False, "indices_are_sorted": False}
+    return jc.bind_equation(eqn, (operand, indices, updates), changes)[0]
+
+
+def _window_dimensions(numbers: Any, rank: int) -> list[int]:
+    """The operand's dimensions that an update covers as a window."""
+    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    return [d for d in range(rank) if d not in inserted]
+
+
+def _window_sizes(eqn: jc.JaxprEqn, rank: int) -> list[int]:
+    """Return how much of each dimension of the whole operand one update covers."""
+    numbers = jp.scatter_of(eqn).numbers
+    aval: Any = eqn.invars[2].aval
+    named = dict(zip(_window_dimensions(numbers, rank), numbers.update_window_dims, strict=True))
+    return [aval.shape[named[d]] if d in named else 1 for d in range(rank)]
+
+
+def _wide(indices: Any) -> Any:
+    """Indices in which any place of an array can be written, and the one behind its end."""
+    return indices.astype(_jnp.int32) if indices.dtype.itemsize < 4 else indices
+
+
+def _is_outside(indices: Any, last: Sequence[int]) -> Any:
+    """Return whether an index starts before the array, or after the last place where its slice is inside."""
+    outside: Any = False
+    for place, greatest in enumerate(last):
+        outside = outside | (indices[..., place] < 0) | (indices[..., place] > greatest)
+    return outside
+
+
+def _clipped(indices: Any, last: Sequence[int]) -> Any:
+    return _jnp.stack([_jnp.clip(indices[..., place], 0, greatest) for place, greatest in enumerate(last)], -1)
+
+
+def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
+    """Return the value that a gather puts for an index out of range, as `jax.lax.gather` says."""
+    value = jp.gather_of(eqn).fill_value
+    if value is not None:
+        return _jnp.asarray(value, dtype)
+    if _jnp.issubdtype(dtype, _jnp.inexact):
+        return _jnp.asarray(_jnp.nan, dtype)
+    if _jnp.issubdtype(dtype, _jnp.signedinteger):
+        return _jnp.asarray(_jnp.iinfo(dtype).min, dtype)
+    return _jnp.asarray(_jnp.iinfo(dtype).max if dtype != _jnp.bool_ else True, dtype)
