@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.copying import Replaced, copy_program
+from autopar.compiler.jaxprs.copying import Copier, Replaced, _may_fold, copy_program
 
 TABLE = np.arange(3.0, dtype=np.float32)
 
@@ -88,3 +88,37 @@ def test_equations_of_what_stands_for_one_are_replaced_only_if_it_says_so(again,
     copied = copy_program(jax.make_jaxpr(jnp.exp)(x), replacement, jc.NOWHERE)
     assert primitives(copied) == expected
     assert_computes(copied, lambda x: (-(jnp.tanh if again else jnp.sin)(x),), x)
+
+
+def literal(value):
+    """A literal in the place of a variable."""
+    return jc.Literal(value, jax.typeof(jnp.asarray(value)))
+
+
+@pytest.mark.parametrize(
+    ("function", "is_literal", "expected"),
+    [
+        (lambda x: x.astype(jnp.float16), True, True),
+        (lambda x: x.astype(jnp.float16), False, False),  # nothing that JAX knows
+        (jnp.sin, True, False),  # JAX computes no sine while it traces
+    ],
+)
+def test_only_what_jax_computes_of_literals_while_it_traces_may_be_folded(function, is_literal, expected):
+    (eqn,) = jax.make_jaxpr(function)(jnp.float32(2)).jaxpr.eqns
+    given = [literal(np.float32(2))] if is_literal else [jc.value_like(v) for v in eqn.invars]
+    assert _may_fold(eqn, given) is expected
+
+
+def test_a_literal_of_the_program_itself_is_left_as_jax_traced_it():
+    (eqn,) = jax.make_jaxpr(lambda x: x.astype(jnp.float16))(jnp.float32(2)).jaxpr.eqns
+    eqn = eqn.replace(invars=[literal(np.float32(2))])
+    assert not _may_fold(eqn, eqn.invars)
+
+
+def test_a_copy_on_a_literal_has_what_jax_computes_of_it_in_place_of_the_equation():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x.astype(jnp.float16)))(jnp.float32(2))
+    copier = Copier()
+    copier.run(*jc.open_jaxpr(closed), [literal(np.float32(2))])
+    assert [eqn.primitive.name for eqn in copier.eqns] == ["sin"]
+    (operand,) = copier.eqns[0].invars
+    assert operand.val == 2 and operand.aval.dtype == jnp.float16

@@ -17,6 +17,7 @@ from autopar.compiler.sharding.layout import (
     may_have,
     num_shards,
     replicated,
+    split_like,
     to_spec,
     used_axes,
 )
@@ -108,3 +109,18 @@ def test_a_mesh_needs_a_size_and_a_name_of_its_own_for_every_axis(shape, names):
 
 def test_axes_of_a_mesh_go_by_number():
     assert (GRID.num_devices, GRID.size((0, 1)), GRID.size(()), GRID.names((1, 0))) == (8, 8, 1, ("y", "x"))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (2, 2, 2), (8, 1), (3, 2), (6,)])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 8, 9, 12, 13, 24, 100])
+def test_a_dimension_is_split_like_its_least_equal(size, mesh_shape):
+    """Parts of both are the same share of the dimension, along all axes that may split the one or the other."""
+    mesh = LogicalMesh(shape=mesh_shape, axis_names=tuple("abc"[: len(mesh_shape)]))
+
+    def shares(size):
+        return {layout: num_shards((size,), layout, mesh) for layout in all_layouts((size,), mesh)}
+
+    least = split_like(size, mesh_shape)
+    assert shares(least) == shares(size) and split_like(least, mesh_shape) == least
+    if all(fits((size,), layout, mesh) for layout in shares(size)):
+        assert least == next(n for n in range(1, size + 1) if shares(n) == shares(size))
