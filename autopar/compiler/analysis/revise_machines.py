@@ -1,8 +1,8 @@
-"""Put meshes on devices of another machine of the cluster, and find the figure for which a plan there is worse.
+"""Move the meshes of a plan to another machine of the cluster, and find the figure for which the plan is worse there.
 
-places      every mesh on idle devices of each other machine, or in exchange for the nearest mesh of that machine
-deciding    a choice and the plan, both laid out anew in a cluster whose machines are alike in one figure: the figure
-            with which the choice is behind the least is the one that it is worse for
+places      each mesh on idle devices of each other machine, or exchanged with the nearest mesh on that machine
+deciding    the plan and such a choice are planned again in clusters whose machines agree in one figure (rate, links,
+            memory): the choice is worse for the figure whose agreement helps it the most
 """
 
 from __future__ import annotations

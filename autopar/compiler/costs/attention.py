@@ -1,15 +1,15 @@
-"""The work of attention in one kernel, as Dao (FlashAttention-2, 2023) has it and cuDNN runs it.
+"""Price attention in one kernel, as in FlashAttention-2 (Dao, 2023) and cuDNN.
 
-    kernel      (FLOPs of its products / matmul rate + exponentials / their rate), or its bytes, whichever takes longer
-    gradients   the same, between two passes through memory: one for the sums over rows of the result times its gradient
-                and for zeros, one from the gradients of queries in float32, which the kernel adds to, to their type
+    kernel      max(FLOPs of its products / matmul rate + exponentials / their rate, bytes / memory bandwidth)
+    gradients   the same, and a pass through memory before and after: the first sums rows of result times gradient and
+                writes zeros, the second converts the gradients of queries, which the kernel sums in float32
 
-Scores never leave the kernel. A tile of queries meets all keys that one of them sees: half a tile more where attention
-is causal, and it takes a while to fill and to drain. In the gradients the derivative of the softmax takes as long as
-its exponentials do.
+Scores never leave the kernel. A tile of queries meets all keys that any of its queries sees, which is half a tile too
+many where attention is causal; and a tile takes time to fill and to drain. The gradients need twice the exponentials:
+scores are computed again, and the derivative of the softmax takes as long.
 
-Fitted to 22 kernels on an H100 (`python -m benchmarks.attention_kernels`): the pairs that a query costs besides those
-that it sees, and the ratio of the gradients' exponentials. The rate of exponentials is that of data sheets.
+Two figures are fitted to 22 kernels on an H100 (`python -m benchmarks.attention_kernels`): the pairs that a query costs
+beside those that it sees, and that ratio. The rate of exponentials is that of data sheets.
 """
 
 from __future__ import annotations

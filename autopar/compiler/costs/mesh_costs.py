@@ -1,22 +1,23 @@
-"""Price collectives along the axes of a mesh of a machine's devices, row-major.
+"""Price collectives along the axes of a mesh of a machine's devices, in row-major order.
 
-An axis of stride s and size k stays in a fast domain of D devices iff s k <= D. Else m of its devices are in each of
-k/m domains, m the largest divisor of k with s m <= D; where devices do not follow each other, the largest such that
-blocks of m along every axis, those of the last axes first, lie in one domain. All axes of a collective together are one
-level of the network inside the domains and one between them: `NetworkLevel`s, whose costs are in
-`hardware/collectives.py`.
+A fast domain has D devices. Along an axis of stride s and size k a collective stays inside one domain if s k <= D;
+otherwise it joins m devices of each of k/m domains, m the largest divisor of k with s m <= D. Where the devices of a
+mesh do not follow each other, m is the largest for which blocks of m along every axis, those of the last axes first,
+lie in one domain. All axes of a collective together make two levels of the network, inside the domains and between
+them (`NetworkLevel`); `hardware/collectives.py` has the cost of each.
 
-A hierarchical all-reduce is a reduce-scatter inside the domains, an all-reduce across, an all-gather inside: over n
-devices, m in each domain, whose links have the bandwidths a inside and c across, b bytes take
+A hierarchical all-reduce is a reduce-scatter inside the domains, an all-reduce across, an all-gather inside. Over n
+devices, m in each domain, with bandwidths a inside and c across, b bytes take
 
     one ring      2 (n-1)/n b / min(a, m c)
     in levels     2 (m-1)/m b / a  +  2 (n/m-1)/(n/m) (b/m) / c         less where n c < a
 
-so that the links decide for all arrays of a mesh (`MeshCosts.links`), and the plan says so.
+Which of the two is faster does not depend on the array. So it is decided once for each mesh (`MeshCosts.links`), and
+the plan keeps it.
 
-Collectives of parameters and gradients, which XLA combines with others of theirs, share their latency, and a share of
-their bytes is sent behind compute where XLA makes them asynchronous by itself (`Machine.hidden_share`). Where it has no
-reduce-scatters (`Machine.scatters_sums`), sums are all-reduces that nothing runs beside.
+Collectives of parameters and of gradients are combined by XLA: they share their latency. A part of their bytes is sent
+while the device computes, where XLA makes them asynchronous by itself (`Machine.hidden_share`). Where XLA has no
+reduce-scatters (`Machine.scatters_sums`), such sums are all-reduces, and nothing is hidden.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     programs, which of their inputs are examples and state  ->  DimensionKinds
 
-`find_value_dimensions` joins the dimensions of all values that are one; each factor of them is of one kind:
+`find_value_dimensions` finds which dimensions of values are one and the same. Each of its factors has one kind:
 
-    data        it numbers examples
-    expert      of parameters, and a batch dimension where they are multiplied with examples: [e]cd,[e]df->[e]cf
-    tensor      of any other dimension of the state, and of what is joined with it: features, heads, classes
+    data        it counts examples
+    expert      of parameters, and a batch dimension of their products with examples: [e]cd,[e]df->[e]cf
+    tensor      any other dimension of the state, and all that is the same dimension: features, heads, classes
     sequence    all others: positions, rows and columns of images, places in a buffer
 
-A dimension of the state that no product of parameters contracts or makes, and that a product carries along, is a
-length: a table of positions has one, and is no reason to take positions for features. A part of a dimension (y = x[1:])
-is of its kind, unless it is of one by itself.
+A table of positions is state whose rows are a sequence. So a dimension of the state is a length if products of
+parameters only carry it along, and none contracts it or makes it. A part of a dimension (y = x[1:]) is of its kind,
+unless the part has a kind by itself.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Find the inputs of a step that carry the batch: those whose first dimension numbers its examples.
+"""Find the inputs of a step that carry the batch: those whose first dimension numbers the examples.
 
     jaxpr, inputs, which of them are state  ->  FoundBatch
 
-Examples stand on the first dimension of an input, are in nothing that the step keeps as state, and last longest in its
-forward pass: features, positions and places of a table are reduced away while the examples stay, until a loss or a
-metric reduces these too, or the results keep them. So, of the first dimensions of the inputs outside of the state,
-those are the batch that no other one outlasts:
+The first dimensions of all inputs outside of the state are compared. In a forward pass, features, positions and rows of
+tables are reduced away, while examples stay until a loss or a metric reduces them, or a result keeps them. So the batch
+are those dimensions that no other one outlasts:
 
-    outlasts    some equation reduces the one and keeps the other; but a dimension inside of an array whose first
-                dimension is another one does not outlast that: time stands inside of the examples
-    ends        reduced by the step, or a dimension of its results: keys of random numbers are neither; or, if no other
-                is there, taken apart row by row
-    no rounds   a loop does not go along it in order, carrying something on: steps of training and time are no examples
+    outlasts    an equation reduces the one and keeps the other; but a dimension does not outlast the first dimension of
+                an array that both are in: time is inside of the examples
+    ends        the step reduces it, or a result has it: so keys of random numbers are no batch. If no dimension ends,
+                those that are taken apart row by row
+    no rounds   no loop goes along it in order and carries something on: training steps and time are no examples
 
-Nodes and edges of a graph outlast each other, and are no batch. Where examples come from two sources that never meet
-(real ones and noise), both are the batch if they are of one size; otherwise nobody can tell.
+Nodes and edges of a graph outlast each other, and are no batch. If examples come from two sources that never meet (real
+ones and noise), both are the batch where their sizes are equal; otherwise the batch is ambiguous.
 """
 
 from __future__ import annotations

@@ -2,19 +2,20 @@
 
     jaxpr, names of its inputs  ->  Fold
 
-Every equation and input starts with a colour: an equation what it computes, in which phase, under which scope; an
-input its name, shape and type, with all numbers of names and scopes left out, so that `h_0` and `h_31` look the same.
-Then each mixes into its colour those of what it reads and of its readers, over and over (Weisfeiler and Leman), so that
-equal colours mean equal surroundings: a query's product is not equivalent to a key's, which is named or used otherwise.
+Equations and inputs are coloured by refinement (Weisfeiler and Leman). An equation starts with what it computes, its
+phase and its scope; an input with its name, shape and type. Numbers in names and scopes are left out, so that `h_0` and
+`h_31` look the same. Then every colour is mixed with those of operands and readers, again and again: equal colours mean
+equal surroundings. The product of a query is not equivalent to that of a key, which is named or used otherwise.
 
-Taken literally this tells every layer from the next, by its distance from the loss. So a colour is only split into
-large parts: query and key split the products of all layers in halves, while the ends of the model take one layer off,
-which stays with the others.
+Refined to the end, every layer would have colours of its own, by its distance from the loss. So a colour is split only
+into large parts. Query and key split the products of all layers in halves; the first and last layer of a model would
+take one product off, and stay with the others.
 
-The body of a long loop is coloured with the program that it stands in: what it is given has the surroundings of the
-operand, its results are read by those who read the loop's, and the next round reads what becomes of the carry.
+The body of a long loop is coloured together with the program around it. Its inputs have the surroundings of the loop's
+operands, its results are read by the readers of the loop's, and the next iteration reads the carry.
 
-Equivalent equations may read values that are not: planning counts every read by itself, so its costs stay true.
+Equivalent equations may read values that are not equivalent. Planning counts every read by itself, so that the costs
+stay exact.
 """
 
 from __future__ import annotations

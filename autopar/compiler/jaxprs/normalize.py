@@ -1,13 +1,15 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
-A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape, and a
-collective over an axis that `jax.vmap` binds the reduction that it is; a `shard_map` of the user's is such a `vmap`. A
-loop whose examples end one by one goes on until all have ended, in these words.
+    jit, custom_jvp_call, custom_vjp_call   the equations of the function that is called
+    custom_linear_solve                     the equations of its solver
+    shard_map, pmap                         the same function under `jax.vmap` (`manual_regions`)
+    collectives over an axis of `jax.vmap`  reductions of the mapped dimension
+    while, mapped by `jax.vmap`             a loop until the last example has ended; the others keep their results
+    reshape that reads in another order     a transpose, then a plain reshape
 
-After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
-`custom_linear_solve`, ...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and
-rematerialised regions (`remat2`), whose bodies are normalised too. Differentiation is over when a step has been traced,
-so custom rules have nothing left to say. Name stacks and source lines stay with their equations.
+What is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions (`remat2`),
+whose bodies are normalised too. Custom rules of differentiation are dropped: a step that has been traced is not
+differentiated any more. Equations keep their name stacks and source lines.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Find how XLA lays the dimensions of a jaxpr's arrays out in memory, and which operands it has to transpose.
+"""Model how XLA lays out the arrays of a jaxpr in memory, and find the operands that it has to transpose.
 
-    jaxpr  ->  by equation and operand, the order that the operand is transposed to, None where it is read as it is
+    jaxpr  ->  by equation and operand: the order to which the operand is transposed, None where it is read as it is
 
-An array is laid out as it is made: inputs and the results of products with the last dimension innermost, what is
-computed element by element as its operand that was made first, a transposition or reshape as what it is a view of. A
-layout is a stride for each dimension, in elements. A product reads an operand whose batch dimensions are outermost and
-whose contracted and other dimensions are each side by side; of any other it reads a transposed copy. So does a reshape
-that no strides can express, an equation element by element that meets arrays of two layouts, of the later one, and a
-kernel of attention of what has not its last dimension innermost and its first outermost.
+A layout is a stride for each dimension, in elements:
 
-Libraries compute convolutions in another order of dimensions than programs: of a kernel (height, width, in, out) they
-read a copy (out, height, width, in), and so they write gradients of kernels.
+    inputs, results of products    row-major: the last dimension is innermost
+    elementwise results            the layout of the operand that was computed first
+    transpositions, reshapes       views of their operand
+
+These read a transposed copy of an operand:
+
+    a product                  unless batch dimensions are outermost, and contracted and other dimensions each adjacent
+    a reshape                  that no strides can express
+    an elementwise equation    that meets two layouts: the operand that was computed later is copied
+    a kernel of attention      unless the last dimension is innermost and the first outermost
+    a convolution              libraries read a kernel (height, width, in, out) as (out, height, width, in), and write
+                               the gradients of kernels so
 """
 
 from __future__ import annotations

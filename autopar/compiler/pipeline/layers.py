@@ -308,8 +308,8 @@ def cut_layers(
     """The equations at which layers 1, 2, ... begin, `num_layers - 1` of them, strictly increasing.
 
     `crossing_bytes[k]` are the bytes alive just before equation k, and `allowed[k]` says whether a layer may
-    begin there; their entries 0 are not used. If no cuts are within the tolerance, it is at_other_batch (from at
-    least 5 %) until some are. The result is deterministic.
+    begin there; their entries 0 are not used. If no cuts are within the tolerance, it is doubled, to at least
+    5 %, until some are. The result is deterministic.
 
     Raises `InvalidArgument` if there are more layers than the allowed cuts make pieces.
 
@@ -410,7 +410,7 @@ def _window_minima(values: _Floats, start: _Indices, stop: _Indices) -> _Floats:
 
 
 def _most_even_cuts(ends: _Floats, costs: _Floats, last: _Indices, tables: list[_Floats]) -> tuple[int, ...]:
-    """Return, among the cuts that the least bytes cross, those with the least sum of squared FLOPs, then the first."""
+    """Return, among the cuts that fewest bytes cross, those with the least sum of squared FLOPs, and then the first."""
     num_layers, n = len(tables), len(costs) - 1
     tails = [costs + table for table in tables]
 

@@ -1,9 +1,9 @@
-"""Plan by degrees what a search cannot count: parameters and activations that are on the devices for a while only.
+"""Plan steps that offload parameters or activations: by degrees of parallelism, each plan judged as a whole.
 
-    StageProblem, what is on the hosts  ->  plans of Megatron, a layer to a virtual stage, on all degrees
+    StageProblem, what is on the hosts  ->  plans of `Megatron` on all degrees, one layer per virtual stage
 
-The layers' account of memory adds up what a range of layers has on its devices. What comes and leaves between the tasks
-of a step depends on their order, so that it is known of a whole plan alone, by its simulation.
+A search adds up the memory of ranges of layers. That does not work for values that come and leave between the tasks of
+a step: how many are on a device at once depends on the order of tasks, so that only a simulation of the plan tells.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Restrict a search to kinds of parallelism: which kinds of dimensions each mesh axis may split.
 
-Every dimension of a step is of a kind (`frontend.dimension_kinds`): "data" (examples), "tensor" (features), "expert",
-"sequence" (lengths). A kind is allowed if the method names it; an axis then may split dimensions of that kind:
+Every dimension of a step is of one kind (`frontend.dimension_kinds`): "data" (examples), "tensor" (features), "expert",
+"sequence" (lengths). A kind is allowed if the method names it. Then a mesh axis may split its dimensions:
 
-    what has examples      the kinds that are allowed
-    what has none: state,  with "zero": all kinds, so that state is divided among devices that use it whole;
-    gradients, updates     without: "tensor" and "expert", if allowed, over axes that do not split examples;
-                           over those that do, "expert" only, as examples come to their experts
+    values with examples      the kinds that are allowed
+    values without: state,    with "zero": all kinds, so that state is divided among devices that use it whole;
+    gradients, updates        without: "tensor" and "expert", if allowed, over axes that do not split examples,
+                              and only "expert" over axes that do, because examples come to their experts
 
-With "data" and "tensor" and without "zero", an axis splits either examples or features. Which axis does which is tried
-in every way, so that whoever allows more kinds loses no plan. Everything else is left to the search.
+With "data" and "tensor" and without "zero", an axis splits either examples or features. All ways to assign the axes are
+tried, so that allowing more kinds never loses a plan. Everything else is left to the search.
 """
 
 from __future__ import annotations

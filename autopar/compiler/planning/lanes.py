@@ -96,7 +96,7 @@ def _best_pipelines(ranges: RangeCosts, below_s: float) -> list[Lane]:
 
 
 def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> list[ShardedLanes]:
-    """Return these lanes with the best shares, and with the next best if by the formula they take hardly longer.
+    """Return these lanes with the best shares, and with the second best if the formula has them hardly slower.
 
     Each also with layouts that save memory: less of a split state is to be made once the sums of all lanes are there,
     and machines that wait for a slower one gain nothing by less time for a microbatch. None are returned where all
@@ -214,7 +214,7 @@ class ShardedLanes:
 
     @property
     def least_s(self) -> float:
-        """Seconds that the tasks of the busiest stage take, and one microbatch on its way there and back to the first.
+        """A lower bound: the tasks of the busiest stage, and the way of one microbatch to it and back to the first.
 
         Nothing that runs beside them is in it, so that no order of the tasks takes less.
         """

@@ -167,9 +167,9 @@ class LayerCosts:
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
 
     def least(self, number: int, machine: Machine, num_devices: int, *, begins: bool = False) -> StageCost:
-        """Return what a layer needs at least on so many devices, however it is laid out there.
+        """Return a lower bound on the cost of a layer on so many devices, whatever its layouts.
 
-        Or the seconds of it that begin anew for each microbatch, whatever its rows.
+        With `begins`, its times are only what each microbatch takes whatever its number of rows.
         """
         layer = self.classes[number]
         key = (number, machine)
@@ -193,7 +193,7 @@ class LayerCosts:
         )
 
     def on_one_device(self, number: int, machine: Machine) -> StageCost:
-        """Return what a layer needs on one device, which leaves nothing to choose, but for what its tasks make."""
+        """Return the cost of a layer on one device, where it has no layouts to choose, without temporary memory."""
         key = (number, machine)
         if key not in self.alone:
             each = [
@@ -227,7 +227,7 @@ class LayerCosts:
         return works | {"weight": of(found for found in each if found[0].name.startswith("weight_gradient"))}
 
     def adding(self, number: int, machine: Machine, num_devices: int) -> float:
-        """Return the seconds in which a layer of one microbatch would add to totals, as those of several do."""
+        """Return the seconds by which accumulation over several microbatches prolongs a layer."""
         key = (number, machine)
         if key not in self.adds:
             read = {name for task in self.classes[number].tasks if task.phase == "update" for name in task.inputs}
@@ -251,7 +251,7 @@ class LayerCosts:
         return self.task_works[key]
 
     def saved_for_nothing(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
-        """Return what a layer needs at least on a mesh if its layouts save memory: no layouts need less of both."""
+        """Return an optimistic cost of layouts that save memory: least memory, in hardly more than the least time."""
         fastest = self.cost(number, mesh_costs, choice._replace(memory_multiplier=0.0))
         least = self.least(number, mesh_costs.machine, math.prod(mesh_costs.mesh.shape))
         return replace(
@@ -353,7 +353,7 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
 def memory_charges(
     layer: LayerClass, cost: StageCost, memory_multiplier: float, *, within: bool = False
 ) -> dict[str, float]:
-    """Return the seconds that each byte of a value costs: all of them whole cost a multiple of the step's time.
+    """Return the seconds charged for each byte of a value: for all values whole, a multiple of the step's time.
 
     Also of what forward tasks keep for the backward pass that they hold, if that is to cost as well.
     """
@@ -420,7 +420,7 @@ def weight_gradient_s(layer: LayerClass, on_device: Mapping[str, DeviceTask], me
 
 
 def _needed_for(block: LocalBlock, places: Collection[int]) -> list[bool]:
-    """Return for each action of a program whether some of its results, by their places, need it."""
+    """Return for each action of a program whether one of the results at these places needs it."""
     outputs, needed = [block.outputs[place] for place in places], list[bool]()
     wanted = {value for value in outputs if isinstance(value, Value)}
     for action in reversed(block.actions):
@@ -502,7 +502,7 @@ def _border(layer: LayerClass, solved: GroupPlan) -> dict[Any, Layout]:
 
 
 def _as_they_came(layer: LayerClass) -> dict[str, str]:
-    """Activations and cotangents leave in the layout of those of their type that came in."""
+    """Pair activations and cotangents that leave a layer with those of their type that came in: one layout for both."""
     types = layer.types
     made = {name for task in layer.tasks for name in task.outputs}
     came = {_type(types[n]): n for n in layer.batch_axes if n in types and n not in made}
@@ -518,6 +518,6 @@ def _type(aval: Any) -> tuple[Any, ...]:
 
 
 def gap_of(solved: GroupPlan) -> float:
-    """Return the share of their cost by which the best layouts may at most cost less."""
+    """Return the optimality gap: the share of their cost that the best layouts can at most save."""
     best, bound = solved.optimum.value, solved.optimum.lower_bound
     return 0.0 if best <= 0 else max(0.0, 1 - bound / best)

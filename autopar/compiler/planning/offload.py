@@ -1,11 +1,11 @@
-"""Search with and without values on the hosts, and take the fastest plan that fits.
+"""Search with and without offloading to the hosts, and take the fastest plan that fits.
 
     StageProblem with offload="auto"  ->  Plan
 
-What is on the hosts takes the time of its bytes over the links; where memory is short, the plans without take time as
-well: layers that are computed again, state that is gathered, more stages. All are searched, and simulated: those with
-all state on the devices, or the optimizer's on the hosts, over all layouts; those with parameters or activations there
-by degrees, as what their devices hold is known of whole plans only (`planning.degree_plans`).
+Offloaded bytes take time on the links. Where memory is short, plans without offloading take time, too: for recomputed
+layers, for state that is gathered, for more stages. So all are searched and simulated: those with all state on the
+devices, or with the optimizer's on the hosts, over all layouts; those that offload parameters or activations by degrees
+of parallelism (`planning.degree_plans`).
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class MeshSearchResult:
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds that no layouts are known to undercut, less what the price of the chosen ones is above their program.
+        """A lower bound on the seconds of the program of any layouts.
 
-        The price that layouts are chosen by is what the program takes, or less where readers want different parts of a
-        constant. It is more where readers share what the price has each make: a part of a value beside its form for
-        their phase. Other layouts may share as much again.
+        The solver bounds its objective, which is not always the time of a program. It is less where readers want
+        different parts of a constant; it is more where readers share a part of a value that the objective charges to
+        each of them. The bound is lowered by twice that excess of the chosen layouts: others may share as much again.
         """
         return self.intra_op.optimum.lower_bound - 2 * max(0.0, self.intra_op.optimum.value - self.step_time_s)
 
@@ -122,9 +122,9 @@ class _Place:
 def _most_promising_first(
     places: Sequence[_Place], refused: list[MemoryTooSmall | InvalidArgument]
 ) -> dict[_Place, Optimum]:
-    """Return the best layouts of each place if memory had no end, the fastest first.
+    """Return the best layouts of each place without a memory limit, the fastest first; add errors to `refused`.
 
-    So the program of one place is measured, as long as it fits. Adds to what is `refused`.
+    If the first of them fits, the programs of the other places need not be built.
     """
     found: dict[_Place, Optimum] = {}
     for place in places:
@@ -143,10 +143,10 @@ def _search_layers(
     below_s: float,
     optimum: Optimum | None,
 ) -> MeshSearchResult:
-    """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory.
+    """Search on one mesh; recompute the layers that the method asks for, or as few as make it fit into memory.
 
-    `optimum` are the best layouts there if nothing is recomputed and memory had no end, where they are known. Raises
-    `NoneBelow` where no plan takes less than `below_s` even if nothing is recomputed.
+    `optimum` are the best layouts without recomputation and without a memory limit, if they are known. Raises
+    `NoneBelow` if no plan takes less than `below_s` even without recomputation.
     """
 
     def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
@@ -187,7 +187,7 @@ def _search_layers(
 
 
 def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> MeshSearchResult | None:
-    """Return the result for the least count up to `most` for which the search has one; for 0 it has none."""
+    """Return the result for the smallest count in (0, most] for which the search has one, by bisection."""
     best = search(most)
     least, too_few = most, 0
     while best is not None and least - too_few > 1:
@@ -207,14 +207,14 @@ def search_of(method: SearchMethod | ShardParallel) -> Auto:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BegunSearch:
-    """A search on one mesh, of which the choice is stated and nothing is solved yet."""
+    """A search on one mesh that is stated, and not solved yet."""
 
     mesh_costs: MeshCosts
     problem: IntraOpProblem
     recomputed_layers: tuple[int, ...]
 
     def found(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> MeshSearchResult:
-        """Return its result; raise `MemoryTooSmall` where none fits, `NoneBelow` where none takes less.
+        """Solve it; raise `MemoryTooSmall` if no layouts fit, `NoneBelow` if none take less than `below_s`.
 
         `unlimited` is as in `IntraOpProblem.best`.
         """
@@ -266,7 +266,7 @@ def begin_on(
     num_layers: int = 1,
     within: SearchMethod | ShardParallel | None = None,
 ) -> BegunSearch:
-    """Begin to search on one logical mesh; `within` says something else of memory than the method, if it is given."""
+    """State the search on one logical mesh; `within` is the method with another memory limit, if there is one."""
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
     method = method if within is None else within

@@ -3,8 +3,7 @@
     StageGraph, Plan, its stages          ->  MeshSharding, ...   within memory, for a search
     Plan, ConstrainedStage, ...           ->  Plan                under given constraints, for the other methods
 
-Stages that compute the same, under the same constraints, have one solution: it is solved for once, and handed on by the
-numbers of their values.
+Stages that compute the same under the same constraints are solved once; the solution is renamed for each.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def _best_within(
 
 
 def _prices(choices: TaskGraph) -> list[tuple[float, bool]]:
-    """Return what memory may cost, the least first: what tasks keep within costs nothing where none keeps anything."""
+    """Return the prices of memory to try, lowest first; those for memory within tasks only if a task keeps some."""
     return [price for price in STAGE_PRICES if choices.kept or not price[1]]
 
 

@@ -1,8 +1,9 @@
-"""Ask Shardy for the sharding rules of StableHLO operations: jitted functions in, their operations with factors out.
+"""Ask Shardy for the sharding rules of StableHLO operations.
+
+    jitted functions  ->  their operations, each with the factors of its operands and results
 
 The pass `sdy-populate-op-sharding-rules` of the stock jaxlib wheel writes a rule to every operation that it knows.
-Nothing of it is promised by JAX, so this file is the only one that knows how it is reached and what its answer looks
-like. A rule of an operation is numbers and tuples, as `factors.py` composes them.
+JAX promises nothing of this: only this file knows how the pass is called and what it prints.
 """
 
 from __future__ import annotations
