@@ -5,7 +5,7 @@
 A task holds the equations placed on its stage, and the unplaced ones that they need. Costly unplaced values (masks,
 dropout draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are
 made again, so that no copy of them waits in memory. So are activations, where cheap equations make them of others that
-wait anyway (`made_again`). A rematerialised stage makes its whole forward again.
+wait anyway (`recomputed_values`). A rematerialised stage makes its whole forward again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.pipeline.made_again import values_to_keep
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
+from autopar.compiler.pipeline.recomputed_values import values_to_keep
 
 TaskKey = tuple[str, int, int]
 """Kind ("F", "B", "W"), stage, round."""

@@ -1,16 +1,16 @@
-"""Choose what a backward task makes again of other values that it is given, instead of having it kept.
+"""Choose the values that a backward task recomputes from others that it is given, instead of having them kept.
 
     equations of a forward task, those of later tasks  ->  values to keep
 
-Differentiation saves every operand of every product element by element: of a GELU six arrays of one size, all but two
-of which take a few additions and multiplications of the others. Within one executable XLA fuses these with their
-readers; between two it cannot. So a value is given up where cheap equations make it of values that are kept anyway, or
-of fewer bytes; Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174, section 3, do so with
-equations of low cost. What takes longer is kept: products, reductions, exponentials, divisions; and what a product
-reads, which may have been brought into another layout for it.
+Differentiation saves every operand of every elementwise product: of a GELU six arrays of one size, all but two of which
+take a few additions and multiplications of the others. Inside one executable XLA fuses these into their readers;
+between two executables it cannot. So a value is given up where cheap equations make it from values that are kept
+anyway, or from fewer bytes (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174, section 3).
+Results of products, reductions, exponentials and divisions are kept; so is what a product reads, which may have been
+brought into another layout for it.
 
-Bytes are counted per element, and what is spread to a larger size counts nothing, so that the choice is the same for
-any number of examples.
+Bytes are counted per element, and those of a value that is broadcast to a larger size count nothing. So the choice is
+the same for any number of examples.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LAID_OUT = primitives.PRODUCTS | primitives.ATTENTION | primitives.FOREIGN
 def values_to_keep(
     producers: Mapping[jc.Var, jc.JaxprEqn], readers: Sequence[jc.JaxprEqn], is_free: Callable[[jc.Var], bool]
 ) -> Set[jc.Var]:
-    """Return the values that later equations need of an earlier task, whose equations make them in program order.
+    """Return the values of an earlier task to keep for later equations, but for free ones.
 
-    Of what is free, nothing is kept in any case.
+    `producers` are the equations of that task, by what they make, in program order.
     """
     made = {v for eqn in readers for v in eqn.outvars}
     kept = {v for eqn in readers for v in jc.operands(eqn) if v not in made and not is_free(v)}
@@ -66,7 +66,7 @@ def _is_cheap(eqn: jc.JaxprEqn) -> bool:
 
 
 def _give_up_one_by_one(task: _EarlierTask, kept: set[jc.Var]) -> set[jc.Var]:
-    """Give up each value that is made of fewer bytes, the first ones first: of a long way some on it are kept."""
+    """Give up each value that can be made from fewer bytes, in program order: so some of a long chain are kept."""
     kept = set(kept)
     for v in task.order:
         if v in kept and v not in task.fixed:
@@ -78,7 +78,7 @@ def _give_up_one_by_one(task: _EarlierTask, kept: set[jc.Var]) -> set[jc.Var]:
 
 
 def _give_up_together(task: _EarlierTask, kept: set[jc.Var]) -> set[jc.Var]:
-    """Give up the values that are made of the same, where that has fewer bytes than all of them."""
+    """Give up values that are made from the same sources, where these have fewer bytes than the values together."""
     alike: dict[frozenset[jc.Var], list[jc.Var]] = {}
     prices: dict[frozenset[jc.Var], int] = {}
     for v in task.order:
@@ -107,9 +107,9 @@ class _EarlierTask:
         return {v: place for place, v in enumerate(self.producers)}
 
     def sources(self, v: jc.Var, kept: Collection[jc.Var], *, at_any_price: bool = False) -> dict[jc.Var, int]:
-        """Return what besides `kept` makes a value, with its bytes per element: the values next to it that have fewest.
+        """Return the values beside `kept` that a value can be made from, with their bytes per element.
 
-        At any price those that are farthest from it.
+        They are the nearest of fewest bytes; `at_any_price` the farthest.
         """
         known: dict[tuple[jc.Var, bool], dict[jc.Var, int]] = {}
 
@@ -129,7 +129,7 @@ class _EarlierTask:
         return of_operands(v, False)
 
     def _made_on_the_way(self, v: jc.Var, kept: Collection[jc.Var]) -> list[jc.Var]:
-        """Return the nearest values, in program order, that cheap equations make of others on the way to a value."""
+        """Return, in program order, the nearest ancestors of a value that cheap equations make."""
         found: set[jc.Var] = set()
         nearest = deque([v])
         while nearest and len(found) < _MOST_EQUATIONS:
