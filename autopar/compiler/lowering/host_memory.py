@@ -1,15 +1,15 @@
-"""Keep values in the memory of the hosts: bring each to the devices for the tasks that read it, and back.
+"""Keep values in the memory of the hosts: copy each to the devices for the tasks that read it, and back.
 
-Program, leaves and values that may be on the host  ->  Program
+    Program, leaves and values that may be on the host  ->  Program
 
     on the link to the devices  a |  b  |  c  |  d  |
     on the devices                | use a | use b | use c | ...
     on the link to the hosts              |  a  |  b  | ...
 
-A value comes in while the task before the one that uses it runs, and leaves while the task behind it does: state with
-the tasks that read it, activations between the forward and the backward task of a microbatch, sums of gradients between
-the tasks that add to them. What is used again soon stays. What left is freed when it has arrived, which the task after
-the next waits for; what the host still has is only forgotten on the devices.
+A value comes in while the task before its use runs, and leaves during the task after it. State comes for the tasks that
+read it; activations leave between the forward and the backward task of a microbatch, sums of gradients between the
+tasks that add to them. A value that is used again soon stays. Its buffer is freed when the copy to the host has
+arrived, for which the task after the next one waits. A value that the host still holds is only freed.
 """
 
 from __future__ import annotations

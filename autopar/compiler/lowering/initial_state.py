@@ -1,9 +1,9 @@
-"""Compute a result where it is to lie: every mesh runs the function without what only the parts elsewhere need.
+"""Compute a result where it is to lie: every mesh computes only its own parts.
 
-    f(*args) -> (r_0, r_1, ...)      mesh m:   dead code removed from   args -> (parts of r_i that lie on m)
+    f(*args) -> (r_0, r_1, ...)      mesh m:   args -> (parts of r_i that lie on m), without dead code
 
-A part is all of a result or some of its rows; its layout is given, and XLA cuts the work on it alike. No value moves
-between meshes, so nothing is ever whole where it is not wanted whole.
+A part is all of a result or some of its rows, in a given layout, by which XLA divides the work on it. No value moves
+between meshes, so that no result is ever whole on a device that holds a part of it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Write a step over microbatches as one program: what is computed once, and a loop over the microbatches per round.
+"""Write a step over microbatches as one program: a loop over the microbatches per round, and what is computed once.
 
     Trace, number of microbatches M  ->  jaxpr with the inputs and results of the step
 
     total = 0;  for m in [0, M): total += part(rows m·B/M ... (m+1)·B/M of the batch, parameters);  update(total)
 
 The loop is a `lax.scan`. It slices what is split along the batch ([B, ...] becomes [M, B/M, ...]), carries the totals,
-and stacks the results for single examples and what a further round reads again.
+and stacks the results of single examples and what a later round reads.
 
-`find_rounds` decides when every equation runs if each sweep over the microbatches is one loop:
+`find_rounds` gives every equation a time, so that each sweep over the microbatches is one loop:
 
     time   0        1         2         3         4
            once     round 0   once      round 1   once        (two rounds: a GAN, exact batch statistics)
 
-What depends on the microbatch runs at odd times, in the body of a loop, all else at even times; an `accumulate` of one
-round is complete at the next time. An equation runs as late as its readers allow, so that no value waits outside of the
-loop that reads it: the whole forward pass of a loss per counted token stands in the round after that which counts. It
-runs earlier where its results are smaller than what would have to be kept for it.
+Equations that depend on the microbatch run at odd times, in the body of a loop, all others at even times; the result of
+an `accumulate` is there at the time after its round. An equation runs as late as its readers allow, so that no value is
+kept between loops: the forward pass of a loss per counted token is in the round after the count. It runs earlier if its
+results are smaller than what would have to be kept for it.
 
-A value that is made before a loop is made again in its body instead, if that is cheap and saves memory: broadcasts,
-masks, random bits, and what only moves the entries of a parameter. A cast to fewer bits stays in front of the loop.
+A value from before a loop is computed again in its body if that is cheap and saves memory: broadcasts, masks, random
+bits, transposed or sliced parameters. A cast to fewer bits stays before the loop.
 """
 
 from __future__ import annotations

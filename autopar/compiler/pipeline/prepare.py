@@ -75,7 +75,7 @@ def prepare(
 
 @lru_cache(maxsize=6)
 def waits_for_statistics(trace: Trace, num_microbatches: int, *, batch_statistics: str, random: str) -> bool:
-    """Return whether microbatches wait for statistics of the whole batch, and so are all kept in the meantime."""
+    """Return whether microbatches wait for statistics of the whole batch, so that all are in memory meanwhile."""
     of_step = partial(prepare, trace, num_layers=1, loop_pieces=1, batch_statistics=batch_statistics, random=random)
     try:
         once, several = of_step(num_microbatches=1), of_step(num_microbatches=num_microbatches)

@@ -1,9 +1,9 @@
-"""Find the layers of a step for a number of microbatches from those of two others.
+"""Derive the layers of a step for a number of microbatches from those for two other numbers.
 
     Layers of 2 microbatches, of 4 microbatches  ->  Layers of 8, of 16, ...
 
-The layers of a step differ between numbers of microbatches in nothing but the sizes of what holds examples. So once
-they are found for two numbers, those of every other are written down: class by class, without the step.
+Between numbers of microbatches only the sizes of dimensions with examples change. So once the layers are found for two
+numbers, those for every other number are written down class by class, without cutting the step again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Expect what ranges of layers need for a number of microbatches by the layers of others.
+"""Estimate the costs of ranges of layers for a number of microbatches from those for other numbers.
 
 RangeCosts of 2 microbatches, of 4, ...  ->  OtherRows of 8     seconds that ranges on a submesh rarely undercut
 """

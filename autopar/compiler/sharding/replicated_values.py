@@ -1,7 +1,7 @@
-"""Find the values that every device may compute for itself at no cost worth counting.
+"""Find the values that every device may compute by itself at no cost worth counting.
 
-Free is what comes from small inputs and constants alone by cheap equations: step counters, iotas, masks, schedules.
-Such a value needs no layout: each reader takes the part that it wants.
+These are called free: they come from small inputs and constants alone by cheap equations, as step counters, iotas,
+masks and schedules do. A free value has no layout: each reader takes the part that it wants.
 """
 
 from __future__ import annotations

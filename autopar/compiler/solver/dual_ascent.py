@@ -165,7 +165,7 @@ def ascend(
 
 
 def improved(problem: MRF, assignment: Sequence[int]) -> Assignment:
-    """A assignment in which no single node can do better: node after node takes its best option."""
+    """An assignment in which no single node can do better: node after node takes its best option."""
     links: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.costs]
     for (i, j), matrix in problem.edges.items():
         links[i].append((j, matrix.T))

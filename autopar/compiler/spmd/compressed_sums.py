@@ -2,9 +2,9 @@
 
     x = parts 0 .. n-1   ->   device i gets part i of every x, and adds them up in float32   ->   all get all sums
 
-What travels is encoded once on each way, with the sender's own scales, and nothing is added up as codes. The result is
-one part where every device keeps its own, else the whole, which is the same on every device to the bit.
-`costs.own_collectives` lists the collectives that are made here.
+Values are encoded once on each way, with the sender's own scales; codes are never added. The result is one part where
+every device keeps its own, else the whole, equal on all devices to the bit. `costs.own_collectives` lists the
+collectives that are made here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Evaluate a block on whole arrays, with its layouts as sharding constraints: for a partitioner, not for one device.
+"""Evaluate a block on whole arrays, with its layouts as sharding constraints: for XLA's partitioner.
 
     LocalBlock, mesh  ->  function of the block's inputs, to be traced by a user's own `jax.jit`
 
-The layouts are the planned ones; which collectives they mean is left to XLA's partitioner. A sum that is still to be
-made, and parts that are not equal, have no such constraint.
+The layouts are the planned ones; the partitioner decides which collectives they mean. Partial sums and uneven parts
+have no such constraint.
 """
 
 from __future__ import annotations
