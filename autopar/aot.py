@@ -138,7 +138,7 @@ class Compiled:
         return self.timed(self.source.arguments.split(args, kwargs))
 
     def timed(self, call: Call) -> tuple[Any, list[InstructionTime]]:
-        """Run one step in which every instruction is waited for: its result, and when each ran."""
+        """Run one step as `measure` does, on sorted arguments."""
         outputs, times = self.loaded.timed(call.leaves)
         return self._result(call, outputs), times
 

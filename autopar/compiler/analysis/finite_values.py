@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params
-from autopar.compiler.jaxprs.primitives import REMAT
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.ir.program import ArrayType, Copy, Executable, Free, Instruction, Output, Program, Run, Task
 
 INFINITE, NOT_A_NUMBER = 1, 2
@@ -199,34 +200,29 @@ def _equations(jaxpr: Any) -> list[jc.JaxprEqn]:
 def _bodies(eqn: jc.JaxprEqn) -> list[Any] | None:
     """Return the bodies of an equation that is looked into; None for one that is looked at as a whole."""
     match eqn.primitive.name:
-        case "scan":
-            return [params.scan_of(eqn).body]
         case "while":
             return [params.while_of(eqn).body]
-        case "cond":
-            return list(params.branches_of(eqn))
         case "shard_map":
             return [params.shard_map_of(eqn).body]
+        case name if name in NESTED:
+            return list(params.bodies_of(eqn))
         case _:
-            called = list(params.bodies_of(eqn)) if eqn.primitive.name in REMAT else [params.called_function(eqn)]
-            return None if called == [None] else called
+            called = params.called_function(eqn)
+            return None if called is None else [called]
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
     """Evaluate a program, with the row of its equations."""
-    opened, consts = jc.open_jaxpr(jaxpr)
-    values: dict[jc.Var, Any] = dict(zip((*opened.constvars, *opened.invars), (*consts, *args), strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, jc.Literal) else values[v]
-
     rows: list[Any] = []
-    for eqn in opened.eqns:
+
+    def equation(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
         with jc.under_scope_of(eqn):
-            results, row = _run_equation(eqn, [read(v) for v in eqn.invars])
-        rows += row
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in opened.outvars], jnp.concatenate([*rows, jnp.zeros(0, jnp.int32)])
+            results, row = _run_equation(eqn, values)
+        rows.extend(row)
+        return results
+
+    results = evaluate_jaxpr(*jc.open_jaxpr(jaxpr), args, equation)
+    return results, jnp.concatenate([*rows, jnp.zeros(0, jnp.int32)])
 
 
 def _run_equation(eqn: jc.JaxprEqn, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:

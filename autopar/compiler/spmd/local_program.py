@@ -188,6 +188,7 @@ class _Writer:
             self.define(v, _or_replicated(layout, v)) for v, layout in zip(eqn.outvars, plan.results, strict=True)
         )
         if plan.bodies:
+            programs = [jc.open_jaxpr(body)[0] for body in jp.bodies_of(eqn)]
             bodies = [
                 local_block(
                     body,
@@ -197,7 +198,7 @@ class _Writer:
                     combined=combined_in_body(body, eqn, self.combined),
                     every_form=self.every_form,
                 )
-                for body, each in zip(_bodies(eqn), plan.bodies, strict=True)
+                for body, each in zip(programs, plan.bodies, strict=True)
             ]
             self.actions.append(RunBody(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
         else:
@@ -288,19 +289,6 @@ def _without_unread(
         kept.append(action)
         read.update(v for v in mine if isinstance(v, Value))
     return tuple(reversed(kept))
-
-
-def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
-    match eqn.primitive.name:
-        case "scan":
-            return [jc.open_jaxpr(jp.scan_of(eqn).body)[0]]
-        case "while":
-            loop = jp.while_of(eqn)
-            return [jc.open_jaxpr(loop.cond)[0], jc.open_jaxpr(loop.body)[0]]
-        case "cond":
-            return [jc.open_jaxpr(branch)[0] for branch in jp.branches_of(eqn)]
-        case _:
-            return [jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]]
 
 
 def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
