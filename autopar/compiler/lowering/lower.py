@@ -291,7 +291,7 @@ def _sends(values: Iterable[str], mesh: int, wanted: Mapping[str, Sequence[int]]
 
 
 def _receive(value: str, mesh: int, queues: Mapping[tuple[int, int], deque[Send]], here: set[str]) -> list[Instruction]:
-    """Everything that the sender of `value` sent before it, then the value."""
+    """Return the receives of all that the sender of `value` sent before it, and of the value."""
     sources = [s for (s, to), queue in queues.items() if to == mesh and any(value in send.values for send in queue)]
     assert sources, f"mesh {mesh} reads {value}, which no mesh makes"
     source = sources[0]
@@ -383,7 +383,7 @@ def _executables(
 def _with_frees(
     instructions: Sequence[Instruction], here: set[str], alive: set[str], executables: Mapping[str, Executable]
 ) -> list[Instruction]:
-    """A Free behind the last use of everything that is neither a result nor handed to an executable."""
+    """Add a Free behind the last use of every value that is neither a result nor donated to an executable."""
     last = _last_uses(instructions)
     result: list[Instruction] = []
     for position, i in enumerate(instructions):

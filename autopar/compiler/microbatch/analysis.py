@@ -278,7 +278,7 @@ def _gathered(
     at_other_batch: jc.JaxprEqn,
     states: Sequence[State],
 ) -> MicrobatchStep:
-    """Run it on the whole batch once every microbatch has made its rows; each then takes its rows of the result."""
+    """Return the step that waits for the rows of all microbatches, runs on these, and gives each its own rows again."""
     uses = [COMPLETE if isinstance(s, Batched | Partial) else KEEP for s in states]
     provenance = provenances(completed(s) if isinstance(s, Batched | Partial) else s for s in states)
     pairs = zip(eqn.outvars, at_other_batch.outvars)
@@ -288,7 +288,7 @@ def _gathered(
 
 
 def _alone(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
-    """The only microbatch may mix its examples: they are all there are."""
+    """Return the step of the only microbatch, which may mix its examples: they are all there are."""
     provenance = provenances(states)
     axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
     results = [Batched(axis=a[0], provenance=provenance) if a else Local(provenance=provenance) for a in axes]
@@ -394,14 +394,14 @@ def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, sta
 
 
 def _moved(state: State, by: int) -> State:
-    """The state of one slice along the leading axis, or of the stacked slices."""
+    """Return the state with its batch axis moved, as from slices along the leading axis to their stack."""
     return replace(state, axis=state.axis + by) if isinstance(state, Batched) else state
 
 
 def _fixed_point(
     eqn: jc.JaxprEqn, run: Callable[[Sequence[State]], MicrobatchBlock], initial: Sequence[State]
 ) -> tuple[MicrobatchBlock, list[State]]:
-    """The body under the weakest states that hold for its carry in every round."""
+    """Analyse the body of a loop until the states of its carry hold for every round; return it and these states."""
     carry = list(initial)
     while True:
         block = run(carry)

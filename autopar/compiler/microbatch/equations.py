@@ -191,7 +191,7 @@ def _settled(
 
 
 def _is_late(state: State, states: Sequence[State]) -> bool:
-    """A microbatch's own statistic that meets a value accumulated over all of them: their mean stands for it."""
+    """Return whether an operand is a statistic per microbatch and another is accumulated: the mean stands for it."""
     return isinstance(state, Local) and state.provenance.round < max(s.provenance.round for s in states)
 
 
@@ -245,7 +245,7 @@ def _grows(var: Any, twin: Any) -> bool:
 
 
 def _unfinished(analysis: AnalysisState, scope: Scope, eqn: jc.JaxprEqn, state: State) -> State:
-    """A body needs a sum over the batch: the loop around it completes it, or it is taken per microbatch."""
+    """Take a sum that a body needs per microbatch, or raise `Unfinished` to have the loop around complete it."""
     behind = analysis.origins(state.provenance)
     inside = [r for r in behind if r.place[: len(scope.place)] == scope.place]
     own = len(inside) == len(behind) and state.provenance.stateful
@@ -312,7 +312,7 @@ def _from_shared(
     states: list[State],
     uses: list[str],
 ) -> MicrobatchStep:
-    """No operand has a batch axis; the results may begin one."""
+    """Return the step of an equation that has no operand with a batch axis; its results may begin one."""
     provenance, local = provenances(states), any(isinstance(s, Local) for s in states)
     if analysis.draw_per_microbatch and eqn.primitive.name == "random_bits":
         provenance = replace(provenance, stateful=True)  # what is drawn is not what the whole batch would draw

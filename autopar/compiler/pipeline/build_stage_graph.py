@@ -210,7 +210,7 @@ class _Builder:
         return readers
 
     def _first_maker(self, key: TaskKey, v: jc.Var) -> bool:
-        """An unplaced value kept from F is not handed on again by B."""
+        """Return whether no earlier task of the stage has made an unplaced value: only the first one hands it on."""
         earlier = ORDER[: ORDER.index(key[0])]
         return not any(
             v in self.eqns[i].outvars
@@ -295,7 +295,7 @@ class _Builder:
 
 
 def _in_order(tasks: Sequence[StageTask], num_rounds: int) -> list[StageTask]:
-    """Updates of a group before the round that waits for them; backward from the last stage to the first."""
+    """Sort tasks: updates of a group before the round that waits for them, then backward tasks, last stage first."""
 
     def rank(task: StageTask) -> tuple[int, int, int, int]:
         if task.kind == "U":

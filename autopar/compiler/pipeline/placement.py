@@ -181,7 +181,7 @@ class _Placer:
         self.micro_stage.update((v, stage) for v in self.eqns[index].outvars)
 
     def _needed_on(self, forward: Sequence[int]) -> dict[int, int]:
-        """The lowest stage of a layer that reads what an equation makes, directly or not."""
+        """Return for each equation the lowest stage of a layer that needs its results, directly or not."""
         needed: dict[int, int] = {}
         for i in reversed(forward):
             readers = [needed[c] for v in self.eqns[i].outvars for c in self.consumers.get(v, []) if c in needed]
@@ -231,7 +231,7 @@ class _Placer:
         return origins
 
     def find_parameter_homes(self) -> None:
-        """A parameter's home is the first stage that uses it."""
+        """Find the home of each parameter: the first stage that uses it."""
         for v, stages in self._parameter_stages().items():
             self.homes.setdefault(v, min(stages))
 
@@ -402,7 +402,7 @@ class _Placer:
                 self.homes.setdefault(v, stage)
 
     def _settle_orphans(self, todo: Sequence[int]) -> None:
-        """State that touches nothing placed (never differentiated) lives on the first stage."""
+        """Place state that touches nothing placed, for it is never differentiated, on the first stage."""
         for i in todo:
             if i not in self.stages and self._orphan(self.eqns[i]):
                 self._settle(i, 0)

@@ -87,7 +87,7 @@ class _Gatherer:
             self.equations[key] = self._when_first_read(closure, again - set(anchored[key])) if again else closure
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
-        """An accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
+        """Give each accumulation to the task that makes its operand; gradients of tied parameters have their own."""
         for i, eqn in enumerate(self.eqns):
             if Phase.ACCUMULATE not in self.phases.of[i] or self._deferred(eqn.invars[0]):
                 continue
@@ -116,7 +116,7 @@ class _Gatherer:
         return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
 
     def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
-        """A rematerialised stage: the backward task also holds the forward equations whose results it reads."""
+        """Add to the backward task of a rematerialised stage the forward equations that it needs."""
         needed = {v for i in indices for v in self.operands[i]}
         chosen = set(indices)
         for i in range(max(indices), -1, -1):
@@ -128,7 +128,7 @@ class _Gatherer:
         return sorted(chosen)
 
     def _make_again(self, anchored: dict[TaskKey, list[int]], forward: TaskKey) -> None:
-        """The later tasks of a stage also hold the cheap equations that spare memory in between."""
+        """Add to the later tasks of a stage the cheap equations that they compute again, to save memory in between."""
         later = [key for kind in ORDER[1:] if (key := (kind, *forward[1:])) in anchored]
         producers = {v: self.eqns[i] for i in sorted(anchored[forward]) for v in self.eqns[i].outvars}
         kept = values_to_keep(producers, [self.eqns[i] for key in later for i in anchored[key]], self._is_free)
@@ -142,7 +142,7 @@ class _Gatherer:
             self.again[key] = again
 
     def _when_first_read(self, indices: Sequence[int], again: Collection[int]) -> list[int]:
-        """Put what is made again in front of the first equation that reads it, so that it waits for nothing."""
+        """Move each recomputed equation to just before its first reader, so that its result is kept for no longer."""
         first_reader: dict[int, int] = {}
         for i in reversed(indices):
             place = first_reader[i] if i in again else i

@@ -60,7 +60,7 @@ class UpdateRounds:
         return Phase.STEP in self.phases.of[index] or index in self.placement.deferred
 
     def _find_groups(self) -> dict[int, int]:
-        """The latest group that is early enough for every reader."""
+        """Return for each equation that runs once the latest group that is early enough for every reader."""
         earliest: dict[jc.Var, int] = {}
         groups: dict[int, int] = {}
         for i in range(len(self.eqns) - 1, -1, -1):
