@@ -124,7 +124,7 @@ def write_chakra(
     program: Program,
     timeline: Timeline,
     collectives: Mapping[str, Sequence[RunCollective]],
-    devices: Sequence[int] | None = None,
+    devices: Sequence[int] | None,
 ) -> Path:
     """Write the trace of each device, or of `devices`, and the groups of collectives; return the folder.
 

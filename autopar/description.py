@@ -244,8 +244,8 @@ def describe_plan(
     leaf_lines: Sequence[str],
     result_names: Sequence[tuple[str, str]],
     simulated: SimulationReport,
-    scopes: tuple[str, ...] = (),
-    in_one_process: bool = True,
+    scopes: tuple[str, ...],
+    in_one_process: bool,
 ) -> PlanDescription:
     """Return the description of a plan by the program that it was lowered to.
 

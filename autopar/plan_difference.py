@@ -156,8 +156,8 @@ def _remat_words(plan: Plan) -> str:
     return f"stages {', '.join(stages)}" if stages else "nothing"
 
 
-def _short(words: str, most: int = 160) -> str:
-    return words if len(words) <= most else words[: most - 4] + " ..."
+def _short(words: str) -> str:
+    return words if len(words) <= 160 else words[:156] + " ..."
 
 
 def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> Iterator[Difference]:

@@ -307,8 +307,8 @@ def simulate_plan(
     model_flops: float,
     dtype: str,
     inputs: Sequence[tuple[Category, str]],
-    examples: int | None = None,
-    tokens: int | None = None,
+    examples: int | None,
+    tokens: int | None,
 ) -> SimulationReport:
     """Carry out the program of a plan whose meshes all have times, as `price_plan` gives them.
 

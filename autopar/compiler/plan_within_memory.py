@@ -36,7 +36,7 @@ def plan_that_fits(
     cluster: Cluster,
     devices: Sequence[Any] | None,
     simulated: Simulated,
-    cache_directory: Path | None = None,
+    cache_directory: Path | None,
 ) -> Plan:
     """The plan of a method, as `passes.make_plan`; with `devices` and a memory budget as a number, checked on them.
 

@@ -245,7 +245,7 @@ class Plan:
             meshes=tuple(_mesh_from_json(*item) for item in enumerate(_typed("meshes", fields["meshes"], list[Any]))),
             stages=tuple(_stage_from_json(*item) for item in enumerate(_typed("stages", fields["stages"], list[Any]))),
             cuts=_listed("cuts", fields["cuts"], int),
-            input_specs=_specs_from_json("input_specs", fields["input_specs"]),
+            input_specs=_specs_from_json(fields["input_specs"]),
             sharding=None if fields["sharding"] is None else ShardingPlan.from_data(fields["sharding"]),
             certificate=None if fields["certificate"] is None else Certificate.from_data(fields["certificate"]),
             host_state=tuple(
@@ -545,9 +545,9 @@ def _stage_from_json(number: int, raw: Any) -> StagePlan:
     )
 
 
-def _specs_from_json(what: str, raw: Any) -> dict[str, PartitionSpec]:
+def _specs_from_json(raw: Any) -> dict[str, PartitionSpec]:
     specs: dict[str, PartitionSpec] = {}
-    for name, entries in _typed(what, raw, dict[str, Any]).items():
+    for name, entries in _typed("input_specs", raw, dict[str, Any]).items():
         spec = f"the spec of {name}"
         parts = (
             part if part is None or isinstance(part, str) else _listed(spec, part, str)

@@ -106,7 +106,7 @@ def has_effects(executable: Executable) -> bool:
     return executable.guarded is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
 
 
-def _lowered(executable: Executable, mesh: Mesh, marked: bool = False) -> Any:
+def _lowered(executable: Executable, mesh: Mesh, marked: bool) -> Any:
     arguments = [
         jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
         for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)

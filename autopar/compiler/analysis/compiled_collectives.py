@@ -173,7 +173,7 @@ def _read_computation(name: str, is_entry: bool, lines: Iterator[str]) -> _Compu
         if opcode == "send" and "is_host_transfer=true" in rest:
             continue  # a callback: nothing for other devices
         if _operation(opcode) or (_CALLED.search(rest) and not opcode.endswith(("-done", "-update"))):
-            close = _closing(rest, 0, depth=1)
+            close = _closing(rest, 0)
             instructions.append(
                 _Instruction(
                     name=defined[1], opcode=opcode, operands=_operand_names(rest[:close]), attributes=rest[close + 1 :]
@@ -197,11 +197,12 @@ def _operation(opcode: str) -> str | None:
 
 def _type_end(line: str, start: int) -> int:
     """Return the end of the type that begins at `start`; a tuple `(f32[8]{0}, s32[])` has blanks, an array has not."""
-    return _closing(line, start + 1, depth=1) + 1 if line[start] == "(" else line.index(" ", start)
+    return _closing(line, start + 1) + 1 if line[start] == "(" else line.index(" ", start)
 
 
-def _closing(text: str, start: int, depth: int) -> int:
-    """Return the position where the parenthesis closes that is `depth` deep at `start`."""
+def _closing(text: str, start: int) -> int:
+    """Return the position where the parenthesis around `start` closes."""
+    depth = 1
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
@@ -261,7 +262,7 @@ def _compared(condition: _Computation) -> tuple[str, ...]:
 def _elements(computation: _Computation, name: str, carried: Mapping[int, int]) -> dict[int, int]:
     """Return the whole numbers in a tuple, by place, as far as they can be told."""
     opcode, _, rest = computation.definitions.get(name, "").partition("(")
-    names = _operand_names(rest[: _closing(rest, 0, depth=1)]) if opcode == "tuple" else ()
+    names = _operand_names(rest[: _closing(rest, 0)]) if opcode == "tuple" else ()
     numbers = ((place, _number(computation, each, carried)) for place, each in enumerate(names))
     return {place: number for place, number in numbers if number is not None}
 
@@ -271,7 +272,7 @@ def _number(computation: _Computation, name: str, carried: Mapping[int, int]) ->
     opcode, _, rest = computation.definitions.get(name, "").partition("(")
     if opcode == "constant":
         return int(found[1]) if (found := re.match(r"(-?\d+)\)", rest)) else None
-    names = _operand_names(rest[: _closing(rest, 0, depth=1)])
+    names = _operand_names(rest[: _closing(rest, 0)])
     if opcode == "get-tuple-element" and computation.definitions.get(names[0], "").startswith("parameter("):
         return carried.get(int(found[1])) if (found := re.search(r"index=(\d+)", rest)) else None
     if opcode not in _COUNTS_WITH:
@@ -442,7 +443,7 @@ def check_collectives(
     *,
     devices: Sequence[Any] | None,
     target: str | None,
-    compiled: Mapping[str, Any] | None = None,
+    compiled: Mapping[str, Any] | None,
 ) -> CollectiveCheck:
     """Compile the program for these devices, or ahead of time for a GPU or TPU that need not be here, and compare.
 

@@ -250,7 +250,7 @@ def split(eqn: JaxprEqn) -> PieceRule | None:
                 results.append(piecewise(cut, pieces))
         return results
 
-    return _joined(eqn, eqn.invars[0], eqn.outvars, offsets, apply)
+    return _joined(eqn.invars[0], eqn.outvars, offsets, apply)
 
 
 def concatenate(eqn: JaxprEqn) -> PieceRule | None:
@@ -270,11 +270,10 @@ def concatenate(eqn: JaxprEqn) -> PieceRule | None:
         with under_scope_of(eqn):
             return [piecewise(bounds[0], [piece(args, start, stop) for start, stop in pairwise(bounds[0])])]
 
-    return _joined(eqn, eqn.outvars[0], eqn.invars, offsets, apply)
+    return _joined(eqn.outvars[0], eqn.invars, offsets, apply)
 
 
 def _joined(
-    eqn: JaxprEqn,
     axis: Any,
     parts: Sequence[Any],
     offsets: Sequence[int],
@@ -351,7 +350,7 @@ def pad(eqn: JaxprEqn) -> PieceRule | None:
         with under_scope_of(eqn):
             return [piecewise(bounds[0], pieces)]
 
-    return _joined(eqn, result, [operand], [low], apply)
+    return _joined(result, [operand], [low], apply)
 
 
 def reshape(eqn: JaxprEqn) -> PieceRule | None:

@@ -117,7 +117,7 @@ class ModelledMemory:
 
 
 def modelled_memory(
-    graph: BlockGraph, table: NodeTable, assignment: Sequence[int], donated: Collection[int] = ()
+    graph: BlockGraph, table: NodeTable, assignment: Sequence[int], donated: Collection[int]
 ) -> ModelledMemory:
     """Return the memory of the plan that an assignment means. `donated` are the inputs that a step may overwrite."""
     block = local_block(graph.jaxpr, block_plan_of(graph, assignment), table.mesh, every_form=True)

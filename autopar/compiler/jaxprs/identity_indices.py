@@ -33,7 +33,7 @@ def are_identity_indices(
         return bool((np.arange(len(columns)) == columns.T).all())
     eqn = producers.get(atom)
     while eqn is not None:
-        step = _column_source(eqn, axis, column)
+        step = _column_source(eqn, column)
         if step is None:
             return _counts(eqn.outvars[0], axis, producers, constants)
         source, column = step
@@ -43,7 +43,7 @@ def are_identity_indices(
     return False
 
 
-def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
+def _column_source(eqn: jc.JaxprEqn, column: int) -> tuple[Any, int] | None:
     """The operand and its column from which this column comes; None where the columns begin."""
     if eqn.primitive.name == "concatenate" and jp.dimensions_of(eqn) == (len(_shape(eqn.outvars[0])) - 1,):
         for operand in eqn.invars:

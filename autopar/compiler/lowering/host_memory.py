@@ -22,7 +22,7 @@ from autopar.ir.program import Copy, Free, Instruction, MeshProgram, Output, Pro
 
 
 def keep_on_host(
-    program: Program, leaves: Mapping[int, int], donated: Collection[int], waiting: Collection[str] = ()
+    program: Program, leaves: Mapping[int, int], donated: Collection[int], waiting: Collection[str]
 ) -> Program:
     """Return the program whose inputs `leaves` are on the host, and the results that replace them.
 

@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
 
-def single_program(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
+def single_program(trace: Trace, plan: Plan, *, on_paper: bool) -> Program:
     """Return the program: place the arguments, run the step; what that computes is left out `on_paper`."""
     (mesh,) = plan.meshes
     sharded = None if plan.sharding is None else sharded_step(trace, plan)

@@ -101,7 +101,7 @@ def mesh_on_one_device(graph: StageGraph, plan: Plan, number: int) -> ShardedMes
     return ShardedMesh(jaxprs=jaxprs | _zeros(graph, stages, types), types=types)
 
 
-def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool = False) -> ShardedMesh:
+def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool) -> ShardedMesh:
     """The programs of a mesh whose layouts the plan has; `PlanMismatch` if they are of another program."""
     planned = plan.meshes[number]
     assert planned.sharding is not None

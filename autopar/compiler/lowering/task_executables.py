@@ -117,7 +117,7 @@ def emit_zeros(graph: StageGraph, task: StageTask) -> EmittedTask | None:
             jnp.full(graph.values[a.operand].shape, _neutral(a.kind, graph.values[a.operand].dtype)) for a in totals
         ]
 
-    return _once(task, "Z", run, [], [a.result for a in totals], graph)
+    return _once(task, "Z", run, [], [a.result for a in totals])
 
 
 def emit_concatenation(graph: StageGraph, task: StageTask) -> EmittedTask | None:
@@ -133,7 +133,7 @@ def emit_concatenation(graph: StageGraph, task: StageTask) -> EmittedTask | None
 
     inputs = [instance(a.operand, m) for a in joined for m in own]
     avals = [_struct(graph, a.operand) for a in joined for _ in own]
-    return _once(task, "C", run, list(zip(inputs, avals, strict=True)), [a.result for a in joined], graph)
+    return _once(task, "C", run, list(zip(inputs, avals, strict=True)), [a.result for a in joined])
 
 
 def _once(
@@ -142,7 +142,6 @@ def _once(
     run: Callable[..., Any],
     inputs: Sequence[tuple[str, Any]],
     outputs: Sequence[str],
-    graph: StageGraph,
 ) -> EmittedTask:
     # The update round tells apart the accumulators of forward and backward tasks of one stage.
     update_round = ("F", "B", "W").index(task.kind)

@@ -119,7 +119,7 @@ def _block(
         steps=tuple(steps),
         inputs=tuple(inputs),
         outputs=tuple(scope.read(v) for v in jaxpr.outvars),
-        needed_whole=needed_whole(jaxpr, tuple(steps), scope.states, scope.top),
+        needed_whole=needed_whole(tuple(steps), scope.states, scope.top),
         constants={v: scope.states[v] for v in jaxpr.constvars},
     )
 

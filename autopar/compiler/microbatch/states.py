@@ -262,9 +262,7 @@ class MicrobatchBlock:
     output_uses: tuple[str, ...] = ()
 
 
-def needed_whole(
-    jaxpr: jc.Jaxpr, steps: tuple[MicrobatchStep, ...], states: Mapping[jc.Var, State], top: bool
-) -> frozenset[jc.Var]:
+def needed_whole(steps: tuple[MicrobatchStep, ...], states: Mapping[jc.Var, State], top: bool) -> frozenset[jc.Var]:
     """Return what the steps on the whole batch read. At the top, shared values are at hand and left out."""
     needed: set[jc.Var] = set()
 

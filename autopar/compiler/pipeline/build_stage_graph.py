@@ -40,7 +40,7 @@ def build_stage_graph(
     outputs: Sequence[LeafRows],
     input_names: Sequence[str],
     leaf_names: Sequence[str],
-    remat_stages: Iterable[int] = (),
+    remat_stages: Iterable[int],
     split_weight_gradients: bool = False,
     state_outputs: Mapping[int, int] | None = None,
     host_state: Sequence[Collection[str]] = (),

@@ -30,7 +30,7 @@ SOON = PARTS_AT_ONCE
 """Number of tasks: a value that is used again so soon stays on the devices, for it would come before it had left."""
 
 
-def with_offload(plan: Plan, graph: StageGraph, offloads: Collection[str], own: Collection[str] = ()) -> Plan:
+def with_offload(plan: Plan, graph: StageGraph, offloads: Collection[str], own: Collection[str]) -> Plan:
     """Return a plan that keeps on the host what is named: "optimizer", "parameters", "activations".
 
     So it does inputs of these names that the step puts there of its `own`; small ones stay on the devices. Raises

@@ -50,7 +50,7 @@ def constraints_of(
     closed: jc.ClosedJaxpr,
     method: SearchMethod | ShardParallel,
     mesh: LogicalMesh,
-    allowed: AllowedSplits | None = None,
+    allowed: AllowedSplits | None,
 ) -> Constraints:
     """Return the constraints of a method, which is to use the axes as `allowed`.
 

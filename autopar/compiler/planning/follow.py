@@ -74,7 +74,7 @@ class _Place:
 _Places = Mapping[Rows, tuple[_Place, ...]]
 
 
-def plan_following(trace: Trace, followed: Followed, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
+def plan_following(trace: Trace, followed: Followed, *, cluster: Cluster, cache_directory: Path | None) -> Plan:
     """Return the plan of a step on the devices of another, without moving its state; solved problems are kept on disk.
 
     Raises `InvalidArgument` for names that may be two inputs of the other step, and `Unsupported` for a step that

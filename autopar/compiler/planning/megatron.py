@@ -40,7 +40,7 @@ from autopar.ir.schedules import get_schedule
 from autopar.methods import Megatron, offloaded
 
 
-def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
+def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_directory: Path | None) -> Plan:
     """Return the plan of the degrees on the devices of a cluster; solved problems are kept on disk.
 
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and

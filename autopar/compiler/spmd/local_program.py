@@ -181,7 +181,7 @@ class _Writer:
     def write(self, eqn: jc.JaxprEqn, plan: EquationPlan | None) -> None:
         phase = "body" if self.phase == "body" else phase_of(eqn, self.phase)
         if plan is None:
-            plan = _everywhere(eqn, self.mesh)
+            plan = _everywhere(eqn)
             self.free.update(dict.fromkeys(eqn.outvars, eqn) if not eqn.effects else {})
         operands = self._operands(eqn, plan, phase)
         results = tuple(
@@ -291,7 +291,7 @@ def _without_unread(
     return tuple(reversed(kept))
 
 
-def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
+def _everywhere(eqn: jc.JaxprEqn) -> EquationPlan:
     """Evaluate an equation that is replicated for free: every device does it on whole arrays."""
     return EquationPlan(
         operands=tuple(_or_replicated(None, atom) for atom in eqn.invars),

@@ -19,7 +19,7 @@ def start_coordinator(host: str, num_processes: int, heartbeat_timeout_s: int) -
     return address, _jax.get_distributed_runtime_service(address, num_processes, heartbeat_timeout=heartbeat_timeout_s)
 
 
-def free_port(host: str = "") -> int:
+def free_port(host: str) -> int:
     """Return a port at which nothing listens."""
     with socket.socket() as probe:
         probe.bind((host, 0))
