@@ -5,7 +5,7 @@ They are those of another size there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -21,17 +21,16 @@ def equation_batch_dims(closed: jc.ClosedJaxpr, others: Iterable[jc.JaxprEqn]) -
         return None
     return {
         id(eqn): tuple(
-            differing_dims(_shape(v), _shape(w))
+            batch_axes(v.aval, w.aval)
             for v, w in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
         )
         for eqn, twin in zip(mine, theirs, strict=True)
     }
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
-def differing_dims(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimensions in which two shapes of one rank differ."""
-    return tuple(d for d, (size, other_size) in enumerate(zip(shape, other, strict=True)) if size != other_size)
+def batch_axes(aval: Any, at_other_batch: Any) -> tuple[int, ...]:
+    """Return the axes along which a value grows with the batch, by its type and that at another batch."""
+    shape, other = getattr(aval, "shape", ()), getattr(at_other_batch, "shape", ())
+    if shape == other:
+        return ()
+    return tuple(axis for axis, sizes in enumerate(zip(shape, other, strict=True)) if sizes[0] != sizes[1])

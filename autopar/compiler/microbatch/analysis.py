@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs import primitives
@@ -54,7 +55,6 @@ from autopar.compiler.microbatch.states import (
     State,
     Unfinished,
     Whole,
-    batch_axes,
     completed,
     joined,
     needed_whole,

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import bind_bodies, evaluate_equations, read
@@ -42,7 +43,6 @@ from autopar.compiler.microbatch.states import (
     MicrobatchStep,
     Partial,
     State,
-    batch_axes,
     shape_of,
     straight_bodies,
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.linearity import BILINEAR, linear_operands
@@ -46,7 +47,6 @@ from autopar.compiler.microbatch.states import (
     Unfinished,
     Verdict,
     Whole,
-    batch_axes,
     completed,
     provenances,
     refuse,

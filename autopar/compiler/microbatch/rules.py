@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NoReturn
 
+from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.identity_indices import are_identity_indices
@@ -24,7 +25,7 @@ from autopar.compiler.jaxprs.primitives import (
     SELECTIONS,
     WINDOWS,
 )
-from autopar.compiler.microbatch.states import SUM, ReducedBatch, Rows, Site, Verdict, batch_axes, refuse, shape_of
+from autopar.compiler.microbatch.states import SUM, ReducedBatch, Rows, Site, Verdict, refuse, shape_of
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import Rule
 from autopar.errors import Unsupported

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.analysis import analyse, input_states
 from autopar.compiler.microbatch.emit import Microbatch, emit
-from autopar.compiler.microbatch.states import AnalysisState, Batched, BatchSizes, MicrobatchBlock, batch_axes, shape_of
+from autopar.compiler.microbatch.states import AnalysisState, Batched, BatchSizes, MicrobatchBlock, shape_of
 from autopar.errors import InvalidArgument
 
 _SMALL = 16
@@ -60,7 +61,7 @@ def split_batch(
     random: str = "full_batch",
     input_names: Sequence[str] = (),
 ) -> MicrobatchedStep:
-    """The step of one microbatch, given the normalised traces at the batch and at another: best that of a microbatch.
+    """Return the step of one microbatch, from normalised traces at the batch and at another one, best a microbatch.
 
     `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples
     again, as in batch normalisation, are taken within each microbatch, instead of in a round before;

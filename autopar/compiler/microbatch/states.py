@@ -199,14 +199,6 @@ class ReducedBatch:
 Verdict = Rows | ReducedBatch
 
 
-def batch_axes(aval: Any, at_other_batch: Any) -> tuple[int, ...]:
-    """The axes along which a value grows with the batch."""
-    full, double = getattr(aval, "shape", ()), getattr(at_other_batch, "shape", ())
-    if full == double:
-        return ()
-    return tuple(i for i, (n, m) in enumerate(zip(full, double, strict=True)) if n != m)
-
-
 def refuse(eqn: jc.JaxprEqn, problem: str) -> NoReturn:
     """Raise for an equation that mixes the examples of the batch."""
     raise NotSplittable(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.frontend.batch_dimensions import BatchDims, differing_dims, equation_batch_dims
+from autopar.compiler.frontend.batch_dimensions import BatchDims, batch_axes, equation_batch_dims
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.plan_tasks import GroupTask
@@ -165,9 +165,7 @@ class StageValues:
 def stage_values(graph: StageGraph, other: StageGraph, batch_leaves: Collection[int]) -> StageValues:
     """Return the roles of a graph's values, given the same graph with other microbatches."""
     batch_dims = {
-        name: differing_dims(value.shape, other.values[name].shape)
-        for name, value in graph.values.items()
-        if value.per_microbatch
+        name: batch_axes(value, other.values[name]) for name, value in graph.values.items() if value.per_microbatch
     }
     model = [task for task in graph.tasks if task.kind != "U"]
     read = {name for task in model for name in task.inputs}
