@@ -235,7 +235,7 @@ class _Fusion:
                     self._extend(number)
         self._find_largest()
         self._place_all()
-        if not self.rules.fuses_products and self._find_shared():
+        if self._find_shared():
             self._place_all()
         return tuple(self._traffic())
 
@@ -390,7 +390,7 @@ class _Fusion:
             if computed and (len(inside) <= 1 or not self._is_kept(eqn, len(inside)) or self._grows(number)):
                 self.kernels[number] = inside
                 return
-            if self.rules.fuses_products and not self._is_kept(eqn, len(inside)):
+            if self.rules.fuses_products and number not in self.shared and not self._is_kept(eqn, len(inside)):
                 self.stored.add(number)
                 self.kernels[number] = inside | {own}
                 return

@@ -263,6 +263,19 @@ def test_a_sum_that_all_layers_add_to_is_kept_between_them():
     assert most - more == pytest.approx(more - few) == pytest.approx(4 * 8, abs=0.5)
 
 
+def test_it_is_kept_where_kernels_of_products_could_compute_it_again_from_all_of_them():
+    def layers(x, *weights):
+        for each in weights:
+            y = x @ each
+            x = x + (y - y.max(1, keepdims=True))
+        return x
+
+    rules = {"product_sums": True, "fuses_products": True}
+    few, more, most = (moved(layers, *[X] * (count + 1), **rules) for count in (6, 12, 18))
+    # Of a layer, the product reads two arrays and writes one; the sum is written, and computed of two.
+    assert most - more == pytest.approx(more - few) == pytest.approx(6 * 6, abs=0.5)
+
+
 @pytest.mark.parametrize(("layout", "copies"), [("HWIO", 2), ("OHWI", 0)])
 def test_kernels_with_space_first_are_copied_once_for_all_convolutions_that_read_them(layout, copies):
     images, (height, width, into, out) = jnp.zeros((2, 8, 8, 16)), (3, 3, 16, 16)
