@@ -126,7 +126,7 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
             compiled_mib=peak_bytes(compiled) / 2**20,
             arguments_mib=estimate.arguments_bytes / 2**20,
             at=estimate.at,
-            moved_mib=block_bytes(block, MeshCosts(machine=machine, mesh=mesh)) / 2**20,
+            moved_mib=block_bytes(block, MeshCosts(machine=machine, mesh=mesh), copied=estimate.copied) / 2**20,
             compiled_moved_mib=work_of(compiled.as_text()).memory_bytes / 2**20,
             **more,
         )

@@ -142,12 +142,17 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
+    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower", "copies_joined"),
 )
 """The fields that say how the compiler for a machine works."""
 _POSITIVE = (
     *("in_step_share", "narrow_share", "batched_share", "unaligned_share", "reducing_share"),
     *("piece_bytes", "erf_flops"),
+)
+_NOT_NEGATIVE = (
+    *("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "product_workspace_bytes", "exponentials"),
+    *("hidden_share", "combined_bytes", "chip_bytes", "compiler_share", "dispatch_s", "launch_s", "execution_s"),
+    *("host_bandwidth", "host_memory_bytes", "concurrent_devices"),
 )
 _BY_TYPE = ("peak_flops", "matmul_share", "convolution_share")
 _SHARES = (*_BY_TYPE[1:], "narrow_share", "batched_share", "unaligned_share", "reducing_share", "hidden_share")
@@ -167,6 +172,8 @@ _MAY_BE_LEFT_OUT = (
     "combined_bytes",
     "compiler_share",
     "channels_last",
+    "chip_bytes",
+    "cores",
     *_RULES[1:],
 )
 
@@ -283,6 +290,12 @@ class Machine:
     compiler_share: float = 0.0
     """The share of the memory that XLA plans with: where a program needs more, it computes some values again instead of
     keeping them; above 1 where JAX may take less than that of a device; 0: it does not."""
+    copies_joined: bool = True
+    """True if XLA copies arrays that it sums in one collective into one array, and out of it; else it takes several."""
+    chip_bytes: float = 0.0
+    """Memory on the chip, of each of its cores, in which XLA has arrays that kernels hand to others; 0: none."""
+    cores: int = 1
+    """Cores of a device that make a part each of what products make, and have it in their common memory."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     launch_s: float = 0.0
@@ -303,28 +316,13 @@ class Machine:
         """Raise `InvalidArgument` for figures that no machine has."""
         check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
         check_count(f"domain of {self.name!r}", self.domain)
+        check_count(f"cores of {self.name!r}", self.cores)
         if self.domain % self.devices_per_host and self.devices_per_host % self.domain:
             raise InvalidArgument(
                 f"domain of {self.name!r} is {self.domain} and a host has {self.devices_per_host} devices. A fast "
                 "domain is a part of a host that divides it, a host, or several whole hosts: give such a number."
             )
-        for name in (
-            "memory_bytes",
-            "memory_bandwidth",
-            "matmul_half_flops",
-            "kernel_s",
-            "product_workspace_bytes",
-            "exponentials",
-            "hidden_share",
-            "combined_bytes",
-            "compiler_share",
-            "dispatch_s",
-            "launch_s",
-            "execution_s",
-            "host_bandwidth",
-            "host_memory_bytes",
-            "concurrent_devices",
-        ):
+        for name in _NOT_NEGATIVE:
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in _POSITIVE:

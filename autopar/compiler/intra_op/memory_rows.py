@@ -23,10 +23,10 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import Moment, alive, worst_moments
-from autopar.compiler.memory.listing import BlockValue, listed_step, value_bytes
+from autopar.compiler.memory.listing import BlockValue, listed_step
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.problem import Row
-from autopar.compiler.spmd.local_program import LocalBlock, Reshard, RunBody, Value, local_block
+from autopar.compiler.spmd.local_program import LocalBlock, Reshard, RunBody, Value, local_block, value_bytes
 
 _MOMENTS_AT_ONCE = 3
 

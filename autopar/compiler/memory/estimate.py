@@ -19,11 +19,11 @@ from typing import NamedTuple
 from autopar.compiler.frontend.scopes import as_written
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.allocation import MemoryProgram, Moment, alive, worst_moments
-from autopar.compiler.memory.listing import BlockValue, listed_step, value_bytes
+from autopar.compiler.memory.listing import BlockValue, listed_step
 from autopar.compiler.memory.liveness import Op
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout
-from autopar.compiler.spmd.local_program import Action, LocalBlock, Reshard, RunBody, Value
+from autopar.compiler.spmd.local_program import Action, LocalBlock, Reshard, RunBody, Value, value_bytes
 from autopar.hardware.machine import Machine
 from autopar.ir.memory_part import MemoryPart, joined_parts
 
@@ -45,6 +45,8 @@ class MemoryEstimate:
     deferred_bytes: float
     """Bytes that the compiler keeps until the end of the program, and would keep behind whatever stood next in it: the
     operands of deferred products."""
+    copied: tuple[Value, ...]
+    """The results that the compiler makes elsewhere and copies to the places of the state that they replace."""
     moment: Moment = field(repr=False, compare=False)
     inputs: tuple[Value, ...] = field(repr=False, compare=False)
     mesh: LogicalMesh = field(repr=False, compare=False)
@@ -80,10 +82,16 @@ def peak_memory(
         peak_bytes=total + moment.nbytes,
         arguments_bytes=total,
         deferred_bytes=program.deferred_bytes,
+        copied=_copied(block, program) if machine.copies_state else (),
         moment=moment,
         inputs=block.inputs,
         mesh=mesh,
     )
+
+
+def _copied(block: LocalBlock, program: MemoryProgram) -> tuple[Value, ...]:
+    outputs = (block.outputs[n] for n, old in program.border.taken.items() if program.inputs[old] in program.vacated)
+    return tuple(value for value in outputs if isinstance(value, Value))
 
 
 def bytes_with_headroom(peak_bytes: float) -> float:

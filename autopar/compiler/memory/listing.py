@@ -20,7 +20,6 @@ from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import literal_key
-from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import LONGEST_ROW, FusionRules, alone, fused_traffic
 from autopar.compiler.jaxprs.fusion_kinds import EXPONENTIALS, is_expensive, kind_beside_products, kind_of
 from autopar.compiler.jaxprs.primitives import (
@@ -54,9 +53,18 @@ from autopar.compiler.memory.twins import (
 )
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import AllGather, Slice, collective_of
-from autopar.compiler.sharding.layout import LogicalMesh, local_shape, num_shards
+from autopar.compiler.sharding.layout import LogicalMesh, local_shape
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value, action_values
+from autopar.compiler.spmd.local_program import (
+    Action,
+    Evaluate,
+    LocalBlock,
+    Reshard,
+    RunBody,
+    Value,
+    action_values,
+    value_bytes,
+)
 from autopar.hardware.machine import Machine
 
 _READ_ANY_ORDER = MATRIX_PRODUCTS | REDUCTIONS
@@ -81,12 +89,6 @@ def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], 
     """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite."""
     taken = taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated)
     return _listed(block, Border(taken=taken), MeshCosts(machine=machine, mesh=mesh))
-
-
-def value_bytes(value: Value, mesh: LogicalMesh) -> float:
-    """Return the bytes of a value on one device."""
-    aval: Any = value.variable.aval
-    return aval_bytes(aval) / num_shards(aval.shape, value.layout, mesh)
 
 
 def _type_of(key: Hashable) -> str:

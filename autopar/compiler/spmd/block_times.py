@@ -7,7 +7,7 @@ LocalBlock, MeshCosts    ->  bytes read from memory and written there
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,14 @@ from autopar.compiler.costs.compute import EquationWork, equation_bytes, equatio
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
 from autopar.compiler.sharding.layout import local_shape
 from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
-from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody
+from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value, value_bytes
+from autopar.compiler.spmd.on_chip import bytes_on_chip
 
 
 class BlockTimes(NamedTuple):
@@ -73,12 +74,18 @@ def block_work(
                 yield EquationWork(0.0, passes_s=_copied_bytes(action, mesh_costs) / bandwidth), 1.0
 
 
-def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
+def block_bytes(
+    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None, copied: Collection[Value] = ()
+) -> float:
     """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside.
 
-    `within` is the equation that it is a body of.
+    What stays on the chip is not among them, though times have it so: bounds and the integer program do not know of it.
+    `within` is the equation that it is a body of; `copied` are the results whose places hold state that is copied when
+    the program begins, and that are copied there at its end (`memory.estimate`).
     """
-    total, mesh, traffic = 0.0, mesh_costs.mesh, _traffic(block, mesh_costs, within)
+    found, mesh = fused(block.jaxpr, within, rules=FusionRules.of(mesh_costs.machine)), mesh_costs.mesh
+    traffic = dict(zip(map(id, block.jaxpr.eqns), found.traffic, strict=True))
+    total = sum(4.0 * value_bytes(value, mesh) for value in copied) - bytes_on_chip(block, mesh_costs, found, copied)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
@@ -108,5 +115,10 @@ def _joined_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
     """Return the bytes that an all-reduce copies which XLA joins with others: into one array, and out of it again."""
     aval: Any = action.aval
     whole = math.prod(local_shape(aval.shape, action.source, mesh_costs.mesh)) * aval.dtype.itemsize
-    joined = whole <= mesh_costs.machine.combined_bytes and any(isinstance(step, AllReduce) for step in action.steps)
+    machine = mesh_costs.machine
+    joined = (
+        machine.copies_joined
+        and whole <= machine.combined_bytes
+        and any(isinstance(step, AllReduce) for step in action.steps)
+    )
     return 4.0 * whole if joined else 0.0

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import ReshardStep
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
 from autopar.compiler.sharding.rule_lookup import rules_without_warning
 from autopar.compiler.sharding.strategies import Strategy, strategies
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
@@ -91,6 +92,12 @@ class RunBody:
 
 
 Action = Reshard | Evaluate | RunBody
+
+
+def value_bytes(value: Value, mesh: LogicalMesh) -> float:
+    """Return the bytes of a value on one device."""
+    aval: Any = value.variable.aval
+    return aval_bytes(aval) / num_shards(aval.shape, value.layout, mesh)
 
 
 def action_values(action: Action) -> tuple[tuple[Value, ...], list[Value]]:

@@ -1,10 +1,13 @@
 """Gathers of parameters and sums of gradients share their latency, before a conversion and after it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import copied_bytes, reshard_steps
@@ -92,8 +95,15 @@ def test_a_device_moves_its_part_of_what_products_read_and_write():
     assert block_bytes(block, SLOW_TO_START) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
 
 
-@pytest.mark.parametrize(("width", "copies"), [(256, 4), (4096, 0)], ids=["joined with others", "64 MiB, by itself"])
-def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(width, copies):
+@pytest.mark.parametrize(
+    ("width", "machine", "copies"),
+    [
+        pytest.param(256, {}, 4, id="joined with others"),
+        pytest.param(4096, {}, 0, id="64 MiB, by itself"),
+        pytest.param(256, {"copies_joined": False}, 0, id="a collective of several arrays"),
+    ],
+)
+def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(width, machine, copies):
     x = jax.ShapeDtypeStruct((1 << 16, width), jnp.float32)
     closed = traced(lambda x, y: x.T @ y, x, x)
     split = Constraints(inputs={0: (ROWS,), 1: (ROWS,)}, results={0: (Layout(((), ()), ()),)})
@@ -102,7 +112,8 @@ def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(wi
     whole = 4 * width**2
     product = 2 * 4 * x.size / LINE.num_devices + whole
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
-    assert block_bytes(block, SLOW_TO_START) == product + copies * whole
+    costs = MeshCosts(machine=dataclasses.replace(SLOW_TO_START.machine, **machine), mesh=LINE)
+    assert block_bytes(block, costs) == product + copies * whole
 
 
 def test_a_resharding_moves_what_it_copies():
