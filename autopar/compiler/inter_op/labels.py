@@ -87,7 +87,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
         new = _stage_in_front(task, labels.take(slice(first, None)), start)
         if new is None:
             continue
-        new = _undominated(new)
+        new = _undominated(new) if start else new
         new = replace(new, parent=first + new.parent)
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])

@@ -182,6 +182,8 @@ def search_stages(
     lower_s = _run(state)
     if not state.partitions:
         _raise_no_partition(tables, memory, state.most_stages)
+    if len(state.partitions) <= top and state.best_s < below_s:
+        _look_around(state)
     partitions = sorted(state.partitions.values(), key=lambda partition: partition.step_time_s)
     best_s = partitions[0].step_time_s
     return StageSearch(
@@ -253,6 +255,14 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
             return _by_stages(interval)
         case _:
             return [interval] if narrow else _by_steady(interval)
+
+
+def _look_around(state: _State) -> None:
+    """Add partitions that take little longer than the best, where its bound was attained before others were met."""
+    cap_s = float(state.tables.steady_s[np.isfinite(state.tables.steady_s)].max())
+    whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
+    if (bounds := _bounds(state, whole)) is not None:
+        _enumerate(state, whole, bounds, width=_BEAM)
 
 
 def _by_steady(interval: _Interval) -> list[_Interval]:
