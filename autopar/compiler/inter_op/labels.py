@@ -3,8 +3,8 @@
 A label is a way to run the layers behind a cut. It remembers what matters for the layers before the cut: the first
 submesh, devices and stages used, the sum of warm-ups and transfers, the largest steady_s, and what its stages take
 behind the last task of the first. Of two labels of one cut and one first submesh, one that has no more of anything
-makes the other superfluous. A label is dropped, too, when even with the bound on what it lacks (`prefix_bounds`) it
-takes as long as a partition that is known already.
+makes the other superfluous, but for complete partitions, which are compared by their time alone. A label is dropped,
+too, when even with the bound on what it lacks (`prefix_bounds`) it takes as long as a partition that is known already.
 """
 
 import math

@@ -182,7 +182,7 @@ def search_stages(
     lower_s = _run(state)
     if not state.partitions:
         _raise_no_partition(tables, memory, state.most_stages)
-    if len(state.partitions) <= top and state.best_s < below_s:
+    if len(state.partitions) <= top and state.best_s < below_s and not state.is_over:
         _look_around(state)
     partitions = sorted(state.partitions.values(), key=lambda partition: partition.step_time_s)
     best_s = partitions[0].step_time_s
