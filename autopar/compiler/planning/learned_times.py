@@ -5,14 +5,15 @@
 The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
 much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
 others there did, of one microbatch and of several apart. A stage that takes more than its layers does so for want of
-memory, and tells nothing of others. A step takes longer than its stages by themselves, by a share that grows with their
-number.
+memory, and tells nothing of others. Layouts of a whole stage may also trade time of the update for time of every
+microbatch; the same stage does so alike for other numbers of microbatches. A step takes longer than its stages by
+themselves, by a share that grows with their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.compiler.inter_op.stage_costs import StageCost
@@ -38,10 +39,25 @@ _ROUNDING = 1 - 1e-9
 """Factor on a bound: sums in another order may differ by as much."""
 
 
+class _Trade(NamedTuple):
+    """The shares of their time by their layers that the microbatches and the update of a stage take as a whole."""
+
+    microbatch: float
+    update: float
+
+    def of(self, cost: StageCost, num_microbatches: int, most_s: float) -> StageCost:
+        """Return what a stage takes by its layers, so traded, with at most so many seconds of work in a step."""
+        traded = replace(cost.in_time(self.microbatch), update_s=self.update * cost.update_s)
+        own_s = traded.step_s(num_microbatches)
+        return traded.in_time(min(1.0, most_s / own_s)) if own_s > 0 else traded
+
+
 class _Expected(NamedTuple):
-    """The costs of a candidate's stages, their shares of those by layers, and the seconds of a step with them."""
+    """The costs of a candidate's stages, what tells of them, and the seconds of a step with them."""
 
     shares: tuple[float, ...]
+    """Of those by layers."""
+    trades: tuple[_Trade | None, ...]
     costs: Sequence[StageCost]
     seconds: float
 
@@ -56,6 +72,8 @@ class LearnedTimes:
     """The least costs of stages as a whole that are known."""
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
     """The share of their time by their layers that stages take as a whole, by stages, whatever their schedule."""
+    trades: dict[object, _Trade] = field(default_factory=dict[object, _Trade])
+    """The same of their microbatches and of their updates apart, whatever the number of microbatches."""
     on: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
     """The least such share that want of memory did not raise, by submesh and whether there were several microbatches.
 
@@ -82,8 +100,14 @@ class LearnedTimes:
             if by_layers_s := stage.cost.step_s(count):
                 share = (1 - gap) * whole.step_s(count) / by_layers_s
                 self.of_stages[key] = share
+                self._learn_trade(candidate.whatever_microbatches[number], stage.cost, whole.in_time(1 - gap))
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
                     self._learn_on((stage.submesh, count > 1), share)
+
+    def _learn_trade(self, key: object, by_layers: StageCost, whole: StageCost) -> None:
+        if by_layers.step_s(1) > by_layers.update_s > 0:
+            microbatch = (whole.step_s(1) - whole.update_s) / (by_layers.step_s(1) - by_layers.update_s)
+            self.trades[key] = _Trade(microbatch=microbatch, update=whole.update_s / by_layers.update_s)
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes.
@@ -170,16 +194,22 @@ class LearnedTimes:
 
     def least_s(self, candidate: PipelineCandidate) -> float:
         """Return the least seconds that a candidate is expected to take."""
-        shares = self._shares(candidate)
-        if self._last(candidate).shares != shares:
-            costs = self._costs(candidate, shares)
-            self.expected[candidate] = _Expected(shares, costs, candidate.simulate_s(costs))
+        shares, trades, last = self._shares(candidate), self._trades(candidate), self._last(candidate)
+        if last.shares != shares or last.trades != trades:
+            seconds = self._expected_s(candidate, {})
+            self.expected[candidate] = _Expected(shares, trades, self._costs(candidate, shares), seconds)
         return self._slack(candidate) * self._last(candidate).seconds
 
     def least_with_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
         """Return the least seconds that a candidate is expected to take whose stages take what is `known` of some."""
-        expected = enumerate(self._costs(candidate, self._shares(candidate)))
-        return self._slack(candidate) * candidate.simulate_s([known.get(number, cost) for number, cost in expected])
+        return self._slack(candidate) * self._expected_s(candidate, known)
+
+    def _expected_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
+        """Return the same without slack: whether stages trade time of their updates or not, whichever is less."""
+        trades, ways = self._trades(candidate), [self._costs(candidate, self._shares(candidate))]
+        if any(trades):
+            ways.append(_traded(candidate, trades, ways[0]))
+        return min(candidate.simulate_s([known.get(n, cost) for n, cost in enumerate(costs)]) for costs in ways)
 
     def teaches(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> bool:
         """Return whether the stages of a candidate, those that are `known` or others, tell that borders may save time.
@@ -198,10 +228,10 @@ class LearnedTimes:
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
-        shares, last = self._shares(candidate), self._last(candidate)
-        if last.shares == shares:
+        shares, trades, last = self._shares(candidate), self._trades(candidate), self._last(candidate)
+        if last.shares == shares and last.trades == trades:
             return self._slack(candidate) * last.seconds
-        if candidate.hosts.shares:
+        if candidate.hosts.shares or any(trades):
             return 0.0
         part = least_part(self._costs(candidate, shares), last.costs, candidate.timing)
         return self._slack(candidate) * _ROUNDING * part * last.seconds
@@ -210,7 +240,8 @@ class LearnedTimes:
         """Return the last simulation of a candidate: by its layers, if nothing was learned before."""
         if candidate not in self.expected:
             costs = [stage.cost for stage in candidate.stages]
-            self.expected[candidate] = _Expected((1.0,) * len(costs), costs, candidate.step_time_s)
+            ones, none = (1.0,) * len(costs), (None,) * len(costs)
+            self.expected[candidate] = _Expected(ones, none, costs, candidate.step_time_s)
         return self.expected[candidate]
 
     def _slack(self, candidate: PipelineCandidate) -> float:
@@ -237,9 +268,25 @@ class LearnedTimes:
             for whole, key, stage in each
         )
 
+    def _trades(self, candidate: PipelineCandidate) -> tuple[_Trade | None, ...]:
+        """Return how each stage traded time of its update for other microbatches; None where that tells nothing new."""
+        each = zip(candidate.whatever_microbatches, candidate.scheduled_otherwise, strict=True)
+        return tuple(None if same in self.of_stages else self.trades.get(alike) for alike, same in each)
+
     def _costs(self, candidate: PipelineCandidate, shares: Sequence[float]) -> list[StageCost]:
         each = zip(candidate.stage_keys, candidate.stages, shares, strict=True)
         return [self.wholes[key] if key in self.wholes else stage.cost.in_time(share) for key, stage, share in each]
+
+
+def _traded(
+    candidate: PipelineCandidate, trades: Sequence[_Trade | None], costs: Sequence[StageCost]
+) -> list[StageCost]:
+    """Return what stages are expected to take, the time of their updates traded as it was in other steps."""
+    count = candidate.layers.num_microbatches
+    return [
+        cost if trade is None else trade.of(stage.cost, count, cost.step_s(count))
+        for stage, trade, cost in zip(candidate.stages, trades, costs, strict=True)
+    ]
 
 
 def _alike(candidate: PipelineCandidate) -> object:

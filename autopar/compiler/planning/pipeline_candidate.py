@@ -68,7 +68,12 @@ class PipelineCandidate:
     @cached_property
     def scheduled_otherwise(self) -> tuple[object, ...]:
         """The same, whether weight gradients are tasks of their own or not: equal for stages that take alike times."""
-        return tuple((self.layers.cuts, self.timing.num_microbatches, *key[1:]) for key in self.stage_keys)
+        return tuple((self.timing.num_microbatches, *key) for key in self.whatever_microbatches)
+
+    @cached_property
+    def whatever_microbatches(self) -> tuple[tuple[object, ...], ...]:
+        """The same for any number of microbatches: equal for stages whose layouts are likely to be alike."""
+        return tuple((self.layers.cuts, *key[1:]) for key in self.stage_keys)
 
     def peak_share(self, problem: StageProblem) -> float:
         """Return the largest share of its memory that a device needs, by sums over layers (roomy: by what stays)."""

@@ -45,6 +45,31 @@ def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candid
             assert 0.93 * other.step_time_s <= learned.least_s(other) <= 0.96 * other.step_time_s
 
 
+def test_the_same_stages_trade_alike_for_other_microbatches(problem):
+    """Time of the update that becomes time of microbatches hides what is sent, though all take as long as before."""
+    known, learned, untraded = KnownLayers.of(problem), LearnedTimes(), LearnedTimes()
+    few, many = (stage_candidates(problem, known, count, (2, 3), math.inf) for count in (2, 4))
+    of_few = {each.whatever_microbatches: each for each in few}
+    other = next(each for each in many if each.whatever_microbatches in of_few)
+    one = of_few[other.whatever_microbatches]
+    slow = tuple(dataclasses.replace(stage, link_s=5e-5) for stage in other.virtual_stages)
+    other = dataclasses.replace(other, virtual_stages=slow)
+    wholes = [_with_less_update(stage.cost, 2) for stage in one.stages]
+    for each in (learned, untraded):
+        each.learn_stages(one, dict(enumerate(wholes)), gap=0.0)
+    untraded.trades.clear()
+    assert learned.least_s(other) < 0.99 * untraded.least_s(other)
+    assert learned.least_s(one) == untraded.least_s(one)  # of as many microbatches, the stages are known
+    stage_s = max(stage.cost.step_s(4) for stage in other.stages)
+    assert learned.least_s(other) > 0.9 * stage_s
+
+
+def _with_less_update(cost: StageCost, num_microbatches: int) -> StageCost:
+    """The cost if microbatches took all but a tenth of the update's time."""
+    share = 1 + 0.9 * cost.update_s / (cost.step_s(num_microbatches) - cost.update_s)
+    return dataclasses.replace(cost.in_time(share), update_s=cost.update_s / 10)
+
+
 def test_some_stages_that_are_known_tell_what_a_step_takes(candidates):
     first, learned = candidates[0], LearnedTimes()
     assert learned.least_with_s(first, {}) == learned.least_s(first)
