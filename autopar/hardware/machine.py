@@ -1,6 +1,6 @@
 """One type of host as a value, and what work takes on it: matrix products, memory traffic, collectives and transfers.
 
-Every time is a line in the work, so that least squares fit it (`autopar.calibration`) and planners may add it up:
+Every time is a line in the work, so that least squares fit it (`hardware.calibrate`) and planners may add it up:
 
     product        kernel_s + max((w + matmul_half_flops) / (peak · share), bytes / memory_bandwidth)      w FLOPs
     memory         kernel_s + bytes / memory_bandwidth

@@ -74,28 +74,47 @@ def block_work(
                 yield EquationWork(0.0, passes_s=_copied_bytes(action, mesh_costs) / bandwidth), 1.0
 
 
-def block_bytes(
-    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None, copied: Collection[Value] = ()
-) -> float:
-    """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside.
+def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
+    """Bytes that one run of a program reads from a device's memory and writes there, as its times have them.
 
-    What stays on the chip is not among them, though times have it so: bounds and the integer program do not know of it.
-    `within` is the equation that it is a body of; `copied` are the results whose places hold state that is copied when
-    the program begins, and that are copied there at its end (`memory.estimate`).
+    Those of collectives are not among them. `within` is the equation that it is a body of.
     """
-    found, mesh = fused(block.jaxpr, within, rules=FusionRules.of(mesh_costs.machine)), mesh_costs.mesh
-    traffic = dict(zip(map(id, block.jaxpr.eqns), found.traffic, strict=True))
-    total = sum(4.0 * value_bytes(value, mesh) for value in copied) - bytes_on_chip(block, mesh_costs, found, copied)
+    total, mesh, traffic = 0.0, mesh_costs.mesh, _traffic(block, mesh_costs, within)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
                 total += taken(eqn) * trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
-            case Reshard(result=result):
+            case Reshard():
                 total += _copied_bytes(action, mesh_costs)
-                if block.combined.share(result.variable, result.form):
-                    total += _joined_bytes(action, mesh_costs)
+    return total
+
+
+def moved_bytes(block: LocalBlock, mesh_costs: MeshCosts, copied: Collection[Value] = ()) -> float:
+    """Bytes that one run of a compiled program moves: `block_bytes`, and what times, bounds and plans do not have.
+
+    These are copies of sums that XLA joins, and of state: `copied` are the results whose places hold state that is
+    copied when the program begins, and that are copied there at its end (`memory.estimate`). What stays on the chip is
+    not moved.
+    """
+    copies = sum(4.0 * value_bytes(value, mesh_costs.mesh) for value in copied)
+    return block_bytes(block, mesh_costs) + copies + _beside_times(block, mesh_costs, None, copied)
+
+
+def _beside_times(
+    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None, copied: Collection[Value]
+) -> float:
+    found = fused(block.jaxpr, within, rules=FusionRules.of(mesh_costs.machine))
+    total = -bytes_on_chip(block, mesh_costs, found, copied)
+    for action in block.actions:
+        match action:
+            case RunBody(eqn=eqn, bodies=bodies):
+                total += taken(eqn) * trips(eqn) * sum(_beside_times(body, mesh_costs, eqn, ()) for body in bodies)
+            case Reshard(result=result) if block.combined.share(result.variable, result.form):
+                total += _joined_bytes(action, mesh_costs)
+            case _:
+                pass
     return total
 
 

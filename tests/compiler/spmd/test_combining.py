@@ -13,7 +13,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import copied_bytes, reshard_steps
 from autopar.compiler.resharding.steps import AllToAll
 from autopar.compiler.sharding.layout import Layout
-from autopar.compiler.spmd.block_times import block_bytes, block_times
+from autopar.compiler.spmd.block_times import block_bytes, block_times, moved_bytes
 from autopar.compiler.spmd.combining import combined_in_body, combined_values
 from autopar.compiler.spmd.local_program import local_block
 from tests.compiler.equations import real
@@ -92,7 +92,11 @@ def test_a_device_moves_its_part_of_what_products_read_and_write():
     closed = traced(lambda w, x: x @ w, W, X)
     found = plan_step(closed, LINE, num_state=0, chosen=SLOW_TO_START, constraints=Constraints(inputs={1: (ROWS,)}))
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
-    assert block_bytes(block, SLOW_TO_START) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
+    assert (
+        moved_bytes(block, SLOW_TO_START)
+        == block_bytes(block, SLOW_TO_START)
+        == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,8 @@ def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(wi
     product = 2 * 4 * x.size / LINE.num_devices + whole
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
     costs = MeshCosts(machine=dataclasses.replace(SLOW_TO_START.machine, **machine), mesh=LINE)
-    assert block_bytes(block, costs) == product + copies * whole
+    assert block_bytes(block, costs) == product
+    assert moved_bytes(block, costs) == product + copies * whole
 
 
 def test_a_resharding_moves_what_it_copies():

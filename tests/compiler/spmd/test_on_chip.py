@@ -8,7 +8,7 @@ import pytest
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.spmd.block_times import block_bytes
+from autopar.compiler.spmd.block_times import moved_bytes
 from autopar.compiler.spmd.local_program import local_block
 from autopar.compiler.spmd.on_chip import MovedArray, saved_bytes
 from autopar.hardware.machine import Machine
@@ -50,7 +50,7 @@ def moved(fn, *args, **machine: float) -> float:
     closed = traced(fn, *args)
     costs = MeshCosts(machine=dataclasses.replace(TPU, **machine), mesh=LINE)
     found = plan_step(closed, LINE, num_state=0, chosen=costs)
-    return block_bytes(local_block(jc.open_jaxpr(closed)[0], found.plan, LINE), costs)
+    return moved_bytes(local_block(jc.open_jaxpr(closed)[0], found.plan, LINE), costs)
 
 
 def test_what_products_hand_on_goes_through_the_memory_that_cores_share():
