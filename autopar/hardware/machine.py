@@ -293,7 +293,8 @@ class Machine:
     copies_joined: bool = True
     """True if XLA copies arrays that it sums in one collective into one array, and out of it; else it takes several."""
     chip_bytes: float = 0.0
-    """Memory on the chip, of each of its cores, in which XLA has arrays that kernels hand to others; 0: none."""
+    """Memory on the chip, of each of its cores, in which XLA has arrays that kernels hand to others; 0: none.
+    Times do not have it, only what is held against compiled programs (`spmd.block_times:moved_bytes`)."""
     cores: int = 1
     """Cores of a device that make a part each of what products make, and have it in their common memory."""
     dispatch_s: float = 1e-4

@@ -7,6 +7,8 @@ runs in between takes at most twenty times as long as to copy the array, and if 
 is read from memory, and was written there first. Room goes first to arrays of many bytes moved for the root of their
 size. Where several cores of a device make a part each of what a product or a collective makes, these parts meet in the
 device's memory; what a loop makes is there, too. Results of the program are written in any case.
+
+Only what compiled programs are held against knows of it (`block_times.moved_bytes`): times, bounds and plans do not.
 """
 
 from __future__ import annotations

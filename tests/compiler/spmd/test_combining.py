@@ -92,11 +92,8 @@ def test_a_device_moves_its_part_of_what_products_read_and_write():
     closed = traced(lambda w, x: x @ w, W, X)
     found = plan_step(closed, LINE, num_state=0, chosen=SLOW_TO_START, constraints=Constraints(inputs={1: (ROWS,)}))
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
-    assert (
-        moved_bytes(block, SLOW_TO_START)
-        == block_bytes(block, SLOW_TO_START)
-        == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
-    )
+    assert block_bytes(block, SLOW_TO_START) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
+    assert moved_bytes(block, SLOW_TO_START) == block_bytes(block, SLOW_TO_START)
 
 
 @pytest.mark.parametrize(
