@@ -471,7 +471,7 @@ class BlockBuilder:
             for atom in eqn.invars:
                 self._read_whole(atom)
         per_phase = Counter(phase for _, phase in constant.readers.values())
-        for key, (node, phase) in list(constant.readers.items()):
+        for node, phase in list(constant.readers.values()):
             chosen = [parts.split.get(layout, parts.whole) for layout in node.layouts]
             shares = [
                 whole_s / len(constant.readers) if part is parts.whole else part.seconds / per_phase[phase]
@@ -480,7 +480,8 @@ class BlockBuilder:
             table.costs[node.number] = table.costs[node.number] + self.weight * np.array(shares)
             for place, atom in enumerate(eqn.invars):
                 wanted = LayoutNode(node.number, tuple(part.operands[place] for part in chosen))
-                self.read(atom, wanted, (key, constant.number, place), phase=phase)
+                # One reader for all ways to it through other constants, of which there may be 2^60.
+                self.read(atom, wanted, ("constant", wanted, phase), phase=phase)
 
     def _connect(self, v: jc.Var, values: Sequence[jc.Var], done: BlockGraph) -> None:
         """Connect the values that one stands for: those of several readers over the same forms, others directly."""

@@ -256,10 +256,12 @@ def forward_costs(phases: Phases, order: Sequence[int]) -> tuple[list[float], li
     counted: set[int] = set()
     for p, i in enumerate(order):
         stack = list(eqns[i].invars)
+        seen = set[jc.Var]()  # ways through unplaced equations are many more than these
         while stack:
             v = stack.pop()
-            if not isinstance(v, jc.Var):
+            if not isinstance(v, jc.Var) or v in seen:
                 continue
+            seen.add(v)
             source = producer.get(v)
             if source is not None and Phase.UNPLACED in phases.of[source]:
                 if source not in counted:

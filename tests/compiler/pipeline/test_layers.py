@@ -3,11 +3,14 @@
 import doctest
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar
 from autopar.compiler.pipeline import layers
 from autopar.compiler.pipeline.layers import cut_layers, liveness_bytes
 from autopar.errors import InvalidArgument
@@ -109,3 +112,21 @@ def test_value_crosses_each_cut_between_its_producer_and_its_last_consumer(value
 
 def test_examples_of_the_docstrings_hold():
     assert doctest.testmod(layers).failed == 0
+
+
+def test_a_chain_of_which_every_value_is_read_twice_is_walked_once():
+    def step(state, batch):
+        weights, rate = state
+        for _ in range(60):  # as a solver's step sizes: 2^60 ways from the last to the first
+            rate = jnp.sin(rate) + rate
+
+        def loss(weights):
+            return jnp.mean((jnp.tanh(batch @ weights[0] * rate) @ weights[1] * rate) ** 2)
+
+        grads = jax.grad(loss)(weights)
+        return ([w - g for w, g in zip(weights, grads, strict=True)], rate), rate
+
+    weights = [jnp.ones((8, 8))] * 2
+    parallel = autopar.parallelize(step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    planned = parallel.trace((weights, jnp.float32(0.1)), jnp.ones((16, 8))).plan()
+    assert len(planned.plan.meshes) == 2
