@@ -298,6 +298,11 @@ EQUATIONS: dict[str, Case] = {
         lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
         (real(8, 4, 4) + 4 * jnp.eye(4), real(8, 4, 2)),
     ),
+    "triangular solve of many sides": (
+        "triangular_solve",
+        lambda a, b: lax.linalg.triangular_solve(a, b),
+        (real(4, 4) + 4 * jnp.eye(4), real(8, 4)),
+    ),
     # Random numbers.
     "random bits": ("random_bits", bits(8, 16), (keys(),)),
     "random bytes": ("random_bits", bits(8, 4, 4, width=8), (keys(),)),

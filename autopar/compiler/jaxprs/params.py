@@ -439,6 +439,11 @@ def fft_points(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(eqn.params["fft_lengths"])
 
 
+def solves_from_left(eqn: JaxprEqn) -> bool:
+    """Return whether a `triangular_solve` solves a x = b, whose columns are independent; x a = b otherwise."""
+    return bool(eqn.params["left_side"])
+
+
 def permutation_of(eqn: JaxprEqn) -> Dimensions:
     """The operand's dimensions in the order of a `transpose`'s result."""
     return tuple(eqn.params["permutation"])

@@ -97,6 +97,10 @@ def _not_in_last(count: Callable[[jc.JaxprEqn], int], what: str) -> Callable[[Si
 def _ragged_dot(site: Site) -> Verdict:
     if site.axes[0] in jp.ragged_dimensions(site.eqn).ragged:
         refuse(site.eqn, "sorts into groups the batch")
+    return _as_sharded(site)
+
+
+def _as_sharded(site: Site) -> Verdict:
     rule = rule_by_hand(site.eqn)
     assert rule is not None
     return _of_sharding_rule(site, rule)
@@ -291,6 +295,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "scatter-max": scatter("max"),
     "scatter-min": scatter("min"),
     **dict.fromkeys(FACTORIZATIONS, _not_in_last(lambda _: 2, "factorizes along")),
+    "triangular_solve": _as_sharded,
     "lu_pivots_to_permutation": _not_in_last(lambda _: 1, "permutes"),
     "fft": _not_in_last(lambda eqn: len(jp.fft_points(eqn)), "transforms along"),
 }

@@ -353,8 +353,18 @@ def _each_matrix(core: int) -> Callable[[jc.JaxprEqn], Rule]:
     return rule
 
 
-register_rule(*FACTORIZATIONS)(_each_matrix(2))
+register_rule(*FACTORIZATIONS - {"triangular_solve"})(_each_matrix(2))
 register_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_each_matrix(1))
+
+
+@register_rule("triangular_solve")
+def _triangular_solve(eqn: jc.JaxprEqn) -> Rule:
+    """Every matrix of a batch, and every right side of one."""
+    matrices, sides = shapes_of(eqn.invars)
+    batch: list[Label] = [*range(len(matrices) - 2)]
+    own = len(sides) - (1 if jp.solves_from_left(eqn) else 2)
+    labels = [*batch, *("sides" if d == own else None for d in range(len(batch), len(sides)))]
+    return rule_of_labels(eqn, [[*batch, None, None], labels], [labels])
 
 
 @register_rule("iota", "random_bits")
