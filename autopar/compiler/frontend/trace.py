@@ -24,6 +24,7 @@ from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.compressed_gradients import check_compressed
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.frontend.host_transfers import results_on_devices, transfers_by_memory
+from autopar.compiler.frontend.implementations import normalize_step
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.scopes import (
     all_scopes,
@@ -37,7 +38,6 @@ from autopar.compiler.frontend.scopes import (
 from autopar.compiler.frontend.wide_gradients import with_wide_gradients
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
-from autopar.compiler.jaxprs.normalize import normalize
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.progress import collector_paused
 
@@ -233,7 +233,7 @@ def trace_step(
     given = [i for i in batch_inputs or () if i not in unbatched_inputs]
     _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
-    closed, host_results = results_on_devices(transfers_by_memory(normalize(closed)))
+    closed, host_results = results_on_devices(transfers_by_memory(normalize_step(closed)))
     closed = number_stages(closed)
     check_compressed(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
@@ -316,7 +316,7 @@ def _batch_of_one(flat_step: Callable[..., Any], leaves: Sequence[Leaf], others:
     if not of_one:
         return None
     try:
-        closed = normalize(jax.make_jaxpr(flat_step)(*_with_rows([leaf.aval for leaf in leaves], of_one, 2)))
+        closed = normalize_step(jax.make_jaxpr(flat_step)(*_with_rows([leaf.aval for leaf in leaves], of_one, 2)))
     # Whatever the user's own code raises where one of them is no batch, and has to stay as it is.
     except Exception:
         return None
@@ -352,7 +352,7 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
 def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
     avals = _with_rows([leaf.aval for leaf in trace.inputs], trace.batch_inputs, rows)
     try:
-        closed = transfers_by_memory(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
+        closed = transfers_by_memory(normalize_step(jax.make_jaxpr(trace.flat_step)(*avals)))
         twin = number_stages(results_on_devices(closed)[0])
         twin = twin if trace.reduce_dtype is None else with_wide_gradients(twin, trace.reduce_dtype)
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.

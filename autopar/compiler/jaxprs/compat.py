@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -22,6 +22,7 @@ from jax._src import (
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
+from jax._src.interpreters import mlir as mlir_private  # the lowerings by platform have no public reader
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover, a trace no public type
 from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Layout as MemoryLayout
@@ -175,6 +176,25 @@ def is_plain(primitive: Primitive) -> bool:
     if type(primitive) is not Primitive or not own.isdisjoint(vars(primitive)):
         return False
     return primitive not in partial_eval.custom_staging_rules or primitive.name in _STAGED_AS_OTHERS
+
+
+def implementation_of(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+    """Return the function of an equation's operands by which another package has its primitive evaluated.
+
+    None for primitives of JAX and of ours, which bind themselves, and where a platform has a lowering of its own.
+    """
+    primitive = eqn.primitive
+    function = primitive.impl.func if isinstance(primitive.impl, partial) else primitive.impl
+    package = str(getattr(function, "__module__", None)).partition(".")[0]
+    lowerings = mlir_private._platform_specific_lowerings.values()  # pyright: ignore[reportPrivateUsage]
+    if package in ("autopar", "jax", "jaxlib", "None") or any(primitive in own for own in lowerings):
+        return None
+
+    def evaluate(*operands: Any) -> list[Any]:
+        results = primitive.impl(*operands, **eqn.params)
+        return list(results) if primitive.multiple_results else [results]
+
+    return evaluate
 
 
 _STAGED_AS_OTHERS = frozenset({"broadcast_in_dim", "dynamic_slice", "iota", "reshape"})
