@@ -449,6 +449,27 @@ def diffrax_neural_ode() -> Wild:
     return _wild(step, arguments, eqx.filter_jit)
 
 
+@_case("optimistix")
+def optimistix_implicit_layer() -> Wild:
+    """An implicit layer: `optimistix.root_find` by Newton's method, differentiated through Lineax's solve."""
+    import optimistix
+
+    predict = lambda params, x: jnp.tanh(x @ params["in"]) @ params["out"]  # noqa: E731
+    _, params = _two_layers()
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            residual = lambda z, made: z - jnp.tanh(0.3 * z) - made  # noqa: E731
+            solver = optimistix.Newton(rtol=1e-5, atol=1e-5)
+            solve = lambda made: optimistix.root_find(residual, solver, made, args=made, throw=False).value  # noqa: E731
+            return jnp.mean((jax.vmap(solve)(predict(params, x)) - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return _wild(step, lambda: (jax.tree.map(jnp.array, params), _normal(BATCH, 8), _normal(BATCH, 4, seed=1)))
+
+
 @_case("flowjax")
 def flowjax_step() -> Wild:
     """FlowJAX's own step, already under `eqx.filter_jit`, on a masked autoregressive flow."""
@@ -480,6 +501,34 @@ def flowjax_step() -> Wild:
         }
 
     return _wild(step, arguments, lambda step: step, keywords)
+
+
+# dynamax ------------------------------------------------------------------------------------------------------------
+
+
+@_case("dynamax")
+def dynamax_hidden_markov() -> Wild:
+    """The likelihood of `dynamax`'s Gaussian hidden Markov model, over a batch of sequences."""
+    from dynamax.hidden_markov_model import GaussianHMM
+    from dynamax.parameters import from_unconstrained, to_unconstrained
+
+    model, optimizer = GaussianHMM(3, 2), optax.adam(1e-2)
+    initial, properties = model.initialize(jax.random.key(SEED))
+
+    def step(params: Any, state: Any, emissions: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            known = from_unconstrained(params, properties)
+            return -jax.vmap(lambda each: model.marginal_log_prob(known, each))(emissions).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def arguments() -> tuple[Any, ...]:
+        params = to_unconstrained(initial, properties)
+        return params, optimizer.init(params), _normal(BATCH, 10, 2)
+
+    return _wild(step, arguments)
 
 
 # keras ----------------------------------------------------------------------------------------------------------------
