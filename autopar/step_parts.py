@@ -10,7 +10,7 @@ with other figures they are what the same path takes, and another may take longe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.lowering.sharded_step import logical_mesh, planned_block
 from autopar.compiler.lowering.stage_programs import task_block, tasks_of_stages
+from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.block_times import block_work
@@ -51,6 +52,14 @@ class CollectivePart(NamedTuple):
         """Return what one takes."""
         costs = costs.combined() if self.combined else costs
         return costs.group_time(self.kind, self.inside, self.across, self.nbytes).total_s
+
+
+class _OnDevice(NamedTuple):
+    """An executable as one device of a mesh runs it, which may overwrite the inputs that are donated."""
+
+    block: LocalBlock
+    mesh: LogicalMesh
+    donated: Collection[int]
 
 
 class TransferPart(NamedTuple):
@@ -171,8 +180,8 @@ def step_parts(
     for (kind, compute_s, _), those in alike.items():
         machine = cluster.machine_of(plan.meshes[those[0].mesh].devices)
         known = blocks.get(name_of[id(those[0])])
-        work = ((EquationWork(0.0, passes_s=compute_s), 1.0),) if known is None else _work(*known, machine)
-        sent = () if known is None else _collectives(*known, machine)
+        work = ((EquationWork(0.0, passes_s=compute_s), 1.0),) if known is None else _work(known, machine)
+        sent = () if known is None else _collectives(known, machine)
         tasks.append(TaskParts(kind=kind, runs=len(those), work=work, collectives=sent))
     meshes = [mesh.devices for mesh in program.meshes]
     transfers = Counter(
@@ -188,35 +197,38 @@ def step_parts(
     return StepParts(tasks=tuple(tasks), transfers=tuple(transfers.items()), waited_s=waited_s)
 
 
-def _blocks(
-    trace: Trace, plan: Plan, names: set[str], cut: Callable[[], StageGraph]
-) -> dict[str, tuple[LocalBlock, LogicalMesh]]:
+def _blocks(trace: Trace, plan: Plan, names: set[str], cut: Callable[[], StageGraph]) -> dict[str, _OnDevice]:
     """Return the programs of some executables on one device, of those that are planned."""
     if plan.sharding is not None:
-        return {trace.name: (planned_block(trace, plan)[1], logical_mesh(plan.meshes[0]))}
-    graph, found = cut(), dict[str, tuple[LocalBlock, LogicalMesh]]()
+        block, mesh = planned_block(trace, plan)[1], logical_mesh(plan.meshes[0])
+        return {trace.name: _OnDevice(block, mesh, trace.donated_inputs)}
+    graph, found = cut(), dict[str, _OnDevice]()
     for number, planned in enumerate(plan.meshes):
         if planned.sharding is None or not names & planned.sharding.times.keys():
             continue
         mesh = logical_mesh(planned)
         tasks = tasks_of_stages(graph, plan.stages_on(number))
-        found |= {t.name: (task_block(t, planned.sharding, mesh, number), mesh) for t in tasks if t.name in names}
+        wanted = [task for task in tasks if task.name in names]
+        blocks = (task_block(task, planned.sharding, mesh, number) for task in wanted)
+        found |= {t.name: _OnDevice(block, mesh, t.donated) for t, block in zip(wanted, blocks, strict=True)}
     return found
 
 
-def _work(block: LocalBlock, mesh: LogicalMesh, machine: Machine) -> tuple[tuple[EquationWork, float], ...]:
-    works = block_work(block, MeshCosts(machine=machine, mesh=mesh))
+def _work(program: _OnDevice, machine: Machine) -> tuple[tuple[EquationWork, float], ...]:
+    block, mesh, donated = program
+    copied = peak_memory(block, mesh, donated, machine=machine).copied if machine.copies_state else ()
+    works = block_work(block, MeshCosts(machine=machine, mesh=mesh), copied=copied)
     return _counted((EquationWork(*map(_short, work)), times) for work, times in works)
 
 
-def _collectives(block: LocalBlock, mesh: LogicalMesh, machine: Machine) -> tuple[tuple[CollectivePart, float], ...]:
-    costs = MeshCosts(machine=machine, mesh=mesh)
+def _collectives(program: _OnDevice, machine: Machine) -> tuple[tuple[CollectivePart, float], ...]:
+    costs = MeshCosts(machine=machine, mesh=program.mesh)
     return _counted(
         (
             CollectivePart(own.kind, *costs.group(own.axes, own.reach), _short(own.nbytes), each.combined),
             each.share * each.times,
         )
-        for each in planned_collectives(block, mesh)
+        for each in planned_collectives(program.block, program.mesh)
         for own in [each.collective]
     )
 

@@ -36,7 +36,7 @@ from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, pla
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
-from autopar.compiler.spmd.block_times import block_bytes, moved_bytes
+from autopar.compiler.spmd.block_times import block_bytes
 from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block
 from autopar.errors import MemoryTooSmall
@@ -81,10 +81,8 @@ class Case:
     compiled_mib: float
     arguments_mib: float
     at: str
-    priced_mib: float
-    """Read and written in a step, as times have it."""
     moved_mib: float
-    """The same with what only the compiled program is modelled to do: copies, and arrays that stay on the chip."""
+    """Read and written in a step, as its time has it."""
     compiled_moved_mib: float
     budget_mib: float | None = None
     solve_s: float | None = None
@@ -98,11 +96,6 @@ class Case:
     def error(self) -> float:
         """The excess of the modelled peak over the compiled one, as a share of that."""
         return self.modelled_mib / self.compiled_mib - 1
-
-    @property
-    def priced_error(self) -> float:
-        """The excess of the bytes that times have over the compiled ones, as a share of those."""
-        return self.priced_mib / self.compiled_moved_mib - 1
 
     @property
     def moved_error(self) -> float:
@@ -134,8 +127,7 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
             compiled_mib=peak_bytes(compiled) / 2**20,
             arguments_mib=estimate.arguments_bytes / 2**20,
             at=estimate.at,
-            priced_mib=block_bytes(block, costs) / 2**20,
-            moved_mib=moved_bytes(block, costs, estimate.copied) / 2**20,
+            moved_mib=block_bytes(block, costs, copied=estimate.copied) / 2**20,
             compiled_moved_mib=work_of(compiled.as_text()).memory_bytes / 2**20,
             **more,
         )
@@ -176,7 +168,7 @@ def table_of(found: Sequence[Case]) -> Table:
     table = Table(title="Peak memory per device and bytes moved in a step, MiB")
     for title in ("model", "mesh", "plan", "target", "arguments", "peak", "compiled", "error"):
         table.add_column(title, justify="left" if title in ("model", "plan", "target") else "right")
-    for title in ("priced", "error", "moved", "compiled", "error", "budget"):
+    for title in ("moved", "compiled", "error", "budget"):
         table.add_column(title, justify="right")
     table.add_column("at")
     for case in found:
@@ -186,9 +178,8 @@ def table_of(found: Sequence[Case]) -> Table:
             f"{case.compiled_mib:.0f}",
             f"{case.error:+.1%}",
         )
-        priced = f"{case.priced_mib:.0f}", f"{case.priced_error:+.1%}"
         moved = f"{case.moved_mib:.0f}", f"{case.compiled_moved_mib:.0f}", f"{case.moved_error:+.1%}"
-        table.add_row(case.model, case.mesh, case.plan, case.target, *peaks, *priced, *moved, *_ends(case))
+        table.add_row(case.model, case.mesh, case.plan, case.target, *peaks, *moved, *_ends(case))
     return table
 
 
@@ -198,7 +189,7 @@ def _ends(case: Case) -> tuple[str, str]:
 
 
 def _errors(case: Case) -> dict[str, float]:
-    return {"error": case.error, "moved_error": case.moved_error, "priced_error": case.priced_error}
+    return {"error": case.error, "moved_error": case.moved_error}
 
 
 def _summary(found: Sequence[Case]) -> Iterator[str]:
@@ -207,13 +198,11 @@ def _summary(found: Sequence[Case]) -> Iterator[str]:
         mine = [case for case in found if name in ("all", case.target)]
         errors = [abs(case.error) for case in mine]
         moved = [abs(case.moved_error) for case in mine]
-        priced = [abs(case.priced_error) for case in mine]
         yield (
             f"{name}: {sum(error <= 0.05 for error in errors)} of {len(mine)} peaks within 5 %, "
             f"{sum(error <= 0.1 for error in errors)} within 10 %, mean {math.fsum(errors) / len(mine):.1%}, "
             f"worst {max(errors):.1%}; bytes moved within 15 % in {sum(error <= 0.15 for error in moved)}, "
-            f"mean {math.fsum(moved) / len(mine):.1%}, worst {max(moved):.1%}, as times have them in "
-            f"{sum(error <= 0.15 for error in priced)}, mean {math.fsum(priced) / len(mine):.1%}"
+            f"mean {math.fsum(moved) / len(mine):.1%}, worst {max(moved):.1%}"
         )
     budgets = [case for case in found if case.budget_mib is not None]
     yield f"{sum(case.exceeds for case in budgets)} of {len(budgets)} exceed their budget"

@@ -3,9 +3,12 @@
 import json
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.hardware.machine import Machine
 from autopar.runtime.critical_path import critical_path
 from autopar.runtime.timeline import Event
 from autopar.step_parts import StepParts
@@ -49,3 +52,28 @@ def test_parts_are_priced_on_machines_with_other_figures(plan):
     assert parts.step_s(machine, vector=0.5) >= whole_s >= parts.step_s(machine, vector=2.0)
     later_s = parts.step_s(machine, task_s=lambda _, device_s: device_s + 1.0)
     assert later_s == pytest.approx(whole_s + sum(task.runs for task in parts.tasks))
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero(stage=3), autopar.Auto()], ids=str)
+def test_a_step_takes_the_time_of_the_state_that_it_copies(method):
+    tpu = Machine.named("tpu-v5p")
+    width, rows = 1024, 65_536
+    given = [jax.ShapeDtypeStruct((width, width), "float32")] * 3, jax.ShapeDtypeStruct((rows, width), "float32")
+
+    def loss(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    def planned(copies):
+        cluster = autopar.Cluster(num_devices=8, machine=replace(tpu, copies_state=copies))
+        return autopar.parallelize(sgd(loss), method=method, cluster=cluster, donate_argnums=(0,)).trace(*given).plan()
+
+    written_over, copied = planned(copies=False), planned(copies=True)
+    more_s = copied.simulate().step_time_s - written_over.simulate().step_time_s
+    one_s = 4 * 4 * width**2 / tpu.memory_bandwidth  # the old and the new are read and written
+    # All gradients are transposed behind their sum.
+    assert more_s == pytest.approx(3 * one_s, rel=1e-3)
+    assert copied.plan.sharding.step_time_s == pytest.approx(copied.simulate().step_time_s)
+    assert copied.plan.sharding.lower_bound_s <= written_over.simulate().step_time_s
+    assert copied.parts().step_s(tpu) == pytest.approx(copied.simulate().step_time_s, rel=1e-4)

@@ -151,7 +151,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "product_workspace_bytes", "exponentials"),
-    *("hidden_share", "combined_bytes", "chip_bytes", "compiler_share", "dispatch_s", "launch_s", "execution_s"),
+    *("hidden_share", "combined_bytes", "compiler_share", "dispatch_s", "launch_s", "execution_s"),
     *("host_bandwidth", "host_memory_bytes", "concurrent_devices"),
 )
 _BY_TYPE = ("peak_flops", "matmul_share", "convolution_share")
@@ -172,8 +172,6 @@ _MAY_BE_LEFT_OUT = (
     "combined_bytes",
     "compiler_share",
     "channels_last",
-    "chip_bytes",
-    "cores",
     *_RULES[1:],
 )
 
@@ -292,11 +290,6 @@ class Machine:
     keeping them; above 1 where JAX may take less than that of a device; 0: it does not."""
     copies_joined: bool = True
     """True if XLA copies arrays that it sums in one collective into one array, and out of it; else it takes several."""
-    chip_bytes: float = 0.0
-    """Memory on the chip, of each of its cores, in which XLA has arrays that kernels hand to others; 0: none.
-    Times do not have it, only what is held against compiled programs (`spmd.block_times:moved_bytes`)."""
-    cores: int = 1
-    """Cores of a device that make a part each of what products make, and have it in their common memory."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     launch_s: float = 0.0
@@ -317,7 +310,6 @@ class Machine:
         """Raise `InvalidArgument` for figures that no machine has."""
         check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
         check_count(f"domain of {self.name!r}", self.domain)
-        check_count(f"cores of {self.name!r}", self.cores)
         if self.domain % self.devices_per_host and self.devices_per_host % self.domain:
             raise InvalidArgument(
                 f"domain of {self.name!r} is {self.domain} and a host has {self.devices_per_host} devices. A fast "

@@ -52,9 +52,9 @@ def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding
     """A step on one mesh as one task."""
     assert plan.sharding is not None
     block = sharded_step(trace, plan).block
-    took = block_times(block, mesh_costs)
-    times = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
     memory = peak_memory(block, mesh_costs.mesh, trace.donated_inputs, machine=mesh_costs.machine)
+    took = block_times(block, mesh_costs, memory.copied)
+    times = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
     return MeshSharding(
         layouts={},
         times={trace.name: times},

@@ -20,7 +20,7 @@ from autopar.compiler.costs.compute import seconds_by_strategy
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.resharding.costs import ReshardLines, reshard_lines, split_alike
+from autopar.compiler.resharding.costs import ReshardLines, joining_bytes, reshard_lines, split_alike
 from autopar.compiler.sharding.layout import Layout
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, possible_sums, strategies
@@ -98,14 +98,17 @@ class MeshTables:
     ) -> FloatArray:
         """Return the seconds of bringing an array of so many bytes from every layout of one list to every one of other.
 
-        Collectives of the update share their latency.
+        Collectives of the update share their latency, and their sums are copied where the compiler joins them.
         """
+        machine = self.costs.machine
         alike = split_alike(shape, self.costs.mesh)
         key = (source.number, target.number, alike, in_update)
         if key not in self.lines:
             costs = self.costs.combined() if in_update else self.costs
             self.lines[key] = reshard_lines(source.layouts, target.layouts, alike, costs)
-        return self.lines[key].seconds(nbytes)
+        lines = self.lines[key]
+        copied_s = joining_bytes(lines.summed * nbytes, machine) / machine.memory_bandwidth if in_update else 0.0
+        return lines.seconds(nbytes) + copied_s
 
 
 @functools.lru_cache(maxsize=MOST_MESHES)

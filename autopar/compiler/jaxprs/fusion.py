@@ -136,26 +136,6 @@ def _unfused(eqn: jc.JaxprEqn) -> Traffic:
     return Traffic(reads=nothing[0], writes=nothing[1], kernels=0.0, flops_per_byte=0.0)
 
 
-class Read(NamedTuple):
-    """One kernel's reading of an operand of an equation from memory."""
-
-    number: int
-    """The equation that the kernel reads it for."""
-    place: int
-    kernel: int
-    """The last equation of the kernel."""
-
-
-class Fused(NamedTuple):
-    """The kernels of a jaxpr."""
-
-    traffic: tuple[Traffic, ...]
-    """That of every equation."""
-    reads: tuple[Read, ...]
-    ends: dict[int, int]
-    """The equation whose result the kernel of each product writes in place of the product's, if it is another."""
-
-
 class Stacks(NamedTuple):
     """The inputs of a body that are slices of stacks, and the results that are written into some: from a number on."""
 
@@ -171,9 +151,9 @@ def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
     return Stacks(loop.first_x, loop.num_carry)
 
 
-_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, FusionRules], Fused]]
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, FusionRules], tuple[Traffic, ...]]]
 _known = weakref.WeakKeyDictionary()
-_alike: dict[Hashable, Fused] = {}
+_alike: dict[Hashable, tuple[Traffic, ...]] = {}
 """The same by the content of a jaxpr: layers of a step are equal, and so are the programs cut from them."""
 _MOST_ALIKE = 256
 """Contents that are remembered at a time."""
@@ -184,20 +164,15 @@ def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: 
 
     That of a loop or a branch is in its body.
     """
-    return fused(jaxpr, within, rules=rules).traffic
-
-
-def fused(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, rules: FusionRules) -> Fused:
-    """Return the same with the kernels' readings of arrays, of which there are none where nothing is fused."""
     if not rules.fuses:
-        return Fused(tuple(map(_unfused, jaxpr.eqns)), (), {})
+        return tuple(map(_unfused, jaxpr.eqns))
     known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
     if (stacks, rules) not in known:
         known[stacks, rules] = _of_content(jaxpr, stacks, rules)
     return known[stacks, rules]
 
 
-def _of_content(jaxpr: jc.Jaxpr, stacks: Stacks | None, rules: FusionRules) -> Fused:
+def _of_content(jaxpr: jc.Jaxpr, stacks: Stacks | None, rules: FusionRules) -> tuple[Traffic, ...]:
     key = (content_key(jaxpr), stacks)
     if (*key, rules) not in _alike:
         if len(_alike) >= _MOST_ALIKE:
@@ -244,9 +219,8 @@ class _Fusion:
     """The equations whose results several kernels read, and that take more bytes to compute in each than to keep."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
-    reads: list[Read] = field(default_factory=list[Read])
 
-    def run(self) -> Fused:
+    def run(self) -> tuple[Traffic, ...]:
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._note(number, eqn)
         for place, atom in enumerate(self.jaxpr.outvars):
@@ -263,8 +237,7 @@ class _Fusion:
         self._place_all()
         if self._find_shared():
             self._place_all()
-        traffic = tuple(self._traffic())
-        return Fused(traffic, tuple(self.reads), {n: last for n, last in self.last.items() if n != last})
+        return tuple(self._traffic())
 
     def _place_all(self) -> None:
         """Find the kernels of all equations, from the last on."""
@@ -476,7 +449,7 @@ class _Fusion:
         groups = Joined()
         eqns = self.jaxpr.eqns
         reads = [[0.0] * len(eqn.invars) for eqn in eqns]
-        seen: dict[tuple[Any, _Kernel], tuple[int, int]] = {}
+        seen: set[tuple[Any, _Kernel]] = set()
         parts: dict[tuple[int, _Kernel], float] = {}
         for number, kernels in sorted(self.kernels.items()):
             if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
@@ -500,7 +473,7 @@ class _Fusion:
                     if joins:
                         groups.join((number, kernel), (v, kernel))
                     if (v, kernel) not in seen:
-                        seen[v, kernel] = number, place
+                        seen.add((v, kernel))
                         reads[number][place] += self._kept_share(v)
                         moved += aval_bytes(eqns[number].invars[place].aval)
                 parts[number, kernel] = moved
@@ -513,8 +486,6 @@ class _Fusion:
             nbytes[group] += moved
             results[group] += number in self.stored
             reducing.update([group] if kind_of(eqns[number]) == "reduction" else [])
-        last = {groups.find(part): part[0] for part in parts}  # they are in the order of equations
-        self.reads = [Read(n, place, last[groups.find((n, kernel))]) for (_, kernel), (n, place) in seen.items()]
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
         kept = [self._kept_of(number) for number in range(len(eqns))]

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
@@ -133,12 +133,10 @@ def _device_task(task: GroupTask, plan: BlockPlan, mesh_costs: MeshCosts) -> Dev
     for *given, found in known:
         if given == [plan, mesh_costs]:
             return found
-    block = local_task(task, plan, mesh_costs.mesh)
-    found = DeviceTask(
-        block=block,
-        times=block_times(block, mesh_costs),
-        estimate=partial(peak_memory, block, mesh_costs.mesh, task.donated, machine=mesh_costs.machine),
-    )
+    block, machine = local_task(task, plan, mesh_costs.mesh), mesh_costs.machine
+    estimate = cache(partial(peak_memory, block, mesh_costs.mesh, task.donated, machine=machine))
+    copied = estimate().copied if machine.copies_state and task.donated else ()
+    found = DeviceTask(block=block, times=block_times(block, mesh_costs, copied), estimate=estimate)
     known.append((plan, mesh_costs, found))
     return found
 

@@ -49,7 +49,7 @@ class MeshSearchResult:
     @cached_property
     def step_time_s(self) -> float:
         """Seconds of the program on every device, which a plan is compared by."""
-        return block_times(self.block, self.mesh_costs).total_s
+        return block_times(self.block, self.mesh_costs, self.intra_op.program.memory.copied).total_s
 
     @property
     def lower_bound_s(self) -> float:

@@ -6,7 +6,6 @@ LocalBlock, MeshCosts    ->  bytes read from memory and written there
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,14 +15,11 @@ from autopar.compiler.costs.compute import EquationWork, equation_bytes, equatio
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused, fused_traffic
+from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.resharding.costs import copied_bytes
-from autopar.compiler.resharding.steps import AllReduce
-from autopar.compiler.sharding.layout import local_shape
+from autopar.compiler.resharding.costs import copied_bytes, joining_bytes, summed_bytes
 from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value, value_bytes
-from autopar.compiler.spmd.on_chip import bytes_on_chip
 
 
 class BlockTimes(NamedTuple):
@@ -38,22 +34,26 @@ class BlockTimes(NamedTuple):
         return self.compute_s + self.collective_s
 
 
-def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
-    """The times of a program."""
+def block_times(block: LocalBlock, mesh_costs: MeshCosts, copied: Collection[Value] = ()) -> BlockTimes:
+    """The times of a program; `copied` as in `block_work`."""
     collective_s = sum(each.seconds(mesh_costs) for each in planned_collectives(block, mesh_costs.mesh))
-    works = list(block_work(block, mesh_costs))
+    works = list(block_work(block, mesh_costs, copied=copied))
     together = EquationWork(*np.array([work for work, _ in works]).reshape(-1, len(EquationWork._fields)).T)
     each_s = together.seconds(mesh_costs.machine).tolist()
     return BlockTimes(sum(times * each for (_, times), each in zip(works, each_s, strict=True)), collective_s)
 
 
 def block_work(
-    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None
+    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None, copied: Collection[Value] = ()
 ) -> Iterator[tuple[EquationWork, float]]:
     """Yield the work of every equation and resharding of a program, and how often one run of it does that.
 
-    `within` is the equation that it is a body of.
+    `within` is the equation that it is a body of; `copied` are the results in whose places state stands that is copied
+    when the program begins, and that are copied there at its end (`memory.estimate`).
     """
+    bandwidth = mesh_costs.machine.memory_bandwidth
+    if copied:
+        yield EquationWork(0.0, passes_s=_state_bytes(copied, mesh_costs) / bandwidth), 1.0
     traffic = _traffic(block, mesh_costs, within)
     kinds = dict(zip(map(id, block.jaxpr.eqns), equation_classes(block.jaxpr), strict=True))
     known: dict[Hashable, EquationWork] = {}  # layers repeat
@@ -70,16 +70,17 @@ def block_work(
                 for body in bodies:
                     yield from ((work, rounds * times) for work, times in block_work(body, mesh_costs, eqn))
             case Reshard():
-                bandwidth = mesh_costs.machine.memory_bandwidth
-                yield EquationWork(0.0, passes_s=_copied_bytes(action, mesh_costs) / bandwidth), 1.0
+                yield EquationWork(0.0, passes_s=_copied_bytes(action, block, mesh_costs) / bandwidth), 1.0
 
 
-def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
+def block_bytes(
+    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None, copied: Collection[Value] = ()
+) -> float:
     """Bytes that one run of a program reads from a device's memory and writes there, as its times have them.
 
-    Those of collectives are not among them. `within` is the equation that it is a body of.
+    Those of collectives are not among them. `within` and `copied` are as in `block_work`.
     """
-    total, mesh, traffic = 0.0, mesh_costs.mesh, _traffic(block, mesh_costs, within)
+    total, mesh, traffic = _state_bytes(copied, mesh_costs), mesh_costs.mesh, _traffic(block, mesh_costs, within)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
@@ -87,34 +88,7 @@ def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | 
             case RunBody(eqn=eqn, bodies=bodies):
                 total += taken(eqn) * trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
             case Reshard():
-                total += _copied_bytes(action, mesh_costs)
-    return total
-
-
-def moved_bytes(block: LocalBlock, mesh_costs: MeshCosts, copied: Collection[Value] = ()) -> float:
-    """Bytes that one run of a compiled program moves: `block_bytes`, and what times, bounds and plans do not have.
-
-    These are copies of sums that XLA joins, and of state: `copied` are the results whose places hold state that is
-    copied when the program begins, and that are copied there at its end (`memory.estimate`). What stays on the chip is
-    not moved.
-    """
-    copies = sum(4.0 * value_bytes(value, mesh_costs.mesh) for value in copied)
-    return block_bytes(block, mesh_costs) + copies + _beside_times(block, mesh_costs, None, copied)
-
-
-def _beside_times(
-    block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None, copied: Collection[Value]
-) -> float:
-    found = fused(block.jaxpr, within, rules=FusionRules.of(mesh_costs.machine))
-    total = -bytes_on_chip(block, mesh_costs, found, copied)
-    for action in block.actions:
-        match action:
-            case RunBody(eqn=eqn, bodies=bodies):
-                total += taken(eqn) * trips(eqn) * sum(_beside_times(body, mesh_costs, eqn, ()) for body in bodies)
-            case Reshard(result=result) if block.combined.share(result.variable, result.form):
-                total += _joined_bytes(action, mesh_costs)
-            case _:
-                pass
+                total += _copied_bytes(action, block, mesh_costs)
     return total
 
 
@@ -124,20 +98,16 @@ def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | Non
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 
-def _copied_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
-    """Return the bytes that resharding reads and writes besides its collectives."""
+def _copied_bytes(action: Reshard, block: LocalBlock, mesh_costs: MeshCosts) -> float:
+    """Return the bytes that resharding reads and writes besides its collectives, and for those that others join."""
     aval: Any = action.aval
-    return copied_bytes(action.steps, action.source, tuple(aval.shape), aval.dtype.itemsize, mesh_costs.mesh)
+    what = action.steps, action.source, tuple(aval.shape), aval.dtype.itemsize, mesh_costs.mesh
+    copied = copied_bytes(*what)
+    if block.combined.share(action.result.variable, action.result.form):
+        copied += float(joining_bytes(np.array(summed_bytes(*what)), mesh_costs.machine))
+    return copied
 
 
-def _joined_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
-    """Return the bytes that an all-reduce copies which XLA joins with others: into one array, and out of it again."""
-    aval: Any = action.aval
-    whole = math.prod(local_shape(aval.shape, action.source, mesh_costs.mesh)) * aval.dtype.itemsize
-    machine = mesh_costs.machine
-    joined = (
-        machine.copies_joined
-        and whole <= machine.combined_bytes
-        and any(isinstance(step, AllReduce) for step in action.steps)
-    )
-    return 4.0 * whole if joined else 0.0
+def _state_bytes(copied: Collection[Value], mesh_costs: MeshCosts) -> float:
+    """Return the bytes that are read and written to copy state elsewhere, and what replaces it to its place."""
+    return sum(4.0 * value_bytes(value, mesh_costs.mesh) for value in copied)

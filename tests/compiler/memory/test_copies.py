@@ -13,7 +13,7 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.resharding.steps import AllGather, Slice
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
-from autopar.compiler.spmd.block_times import block_bytes, moved_bytes
+from autopar.compiler.spmd.block_times import block_bytes, block_times
 from autopar.compiler.spmd.combining import combined_values
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, Value
 from autopar.hardware.machine import Machine
@@ -207,4 +207,6 @@ def test_state_that_is_gathered_of_updated_parts_is_not_made_in_its_place(copies
     assert found.copied == ((gathered_again,) if copies else ())
     # The old state and the new are read and written; of what is gathered only that, here.
     costs = MeshCosts(machine=machine, mesh=MESH)
-    assert moved_bytes(block, costs, found.copied) - block_bytes(block, costs) == (4 * one if copies else 0)
+    assert block_bytes(block, costs, copied=found.copied) - block_bytes(block, costs) == (4 * one if copies else 0)
+    more_s = block_times(block, costs, found.copied).compute_s - block_times(block, costs).compute_s
+    assert more_s == pytest.approx(4 * one / machine.memory_bandwidth if copies else 0.0)
