@@ -42,6 +42,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.fold_layers import Fold
 from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, MeshTables, mesh_tables
+from autopar.compiler.intra_op.state_copies import transposed_gradients
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
@@ -136,18 +137,29 @@ class NodeTable:
         return LayoutNode(self.add_node(name, np.zeros(len(layouts))), layouts)
 
     def add_edge(
-        self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str, *, summed: bool = True
+        self,
+        source: LayoutNode,
+        target: LayoutNode,
+        aval: Any,
+        weight: float,
+        phase: str,
+        *,
+        summed: bool = True,
+        copied: float = 0.0,
     ) -> None:
         """Charge for resharding `aval` from `source` to `target`. In the update collectives share their latency.
 
-        If it may not be `summed` here, summands stay summands.
+        If it may not be `summed` here, summands stay summands. If it is summed or gathered, so many bytes of state are
+        `copied` for each of its own.
         """
         shape, in_update = tuple(aval.shape), phase == "update"
         nbytes = math.prod(shape) * aval.dtype.itemsize
         before, after = self._list(source.layouts), self._list(target.layouts)
-        key = (before.number, after.number, shape, nbytes, weight, in_update)
+        key = (before.number, after.number, shape, nbytes, weight, in_update, copied)
         if key not in self.reshardings:
             seconds = self.tables.reshard_s(before, after, shape, nbytes, in_update=in_update)
+            if copied:
+                seconds = seconds + self.tables.state_copies_s(before, after, shape, copied * nbytes)
             self.reshardings[key] = (seconds * weight)[before.of_option[:, None], after.of_option]
         seconds = self.reshardings[key]
         self.charge(
@@ -286,6 +298,8 @@ class BlockBuilder:
     folded: Fold
     combined: CombinedValues
     """The values whose collectives share their latency."""
+    copied: Mapping[jc.Var, float] = field(default_factory=dict[jc.Var, float])
+    """The values whose sums have state copied, with its bytes for each of theirs."""
     within: jc.JaxprEqn | None = None
     """The equation of which this jaxpr is a body."""
     only_phase: str | None = None
@@ -489,7 +503,7 @@ class BlockBuilder:
         readers = {key: reader for each in values for key, reader in self.uses[each].items()}
         alone = Counter(key for each in values for key in self.uses[each] if len(self.uses[each]) == 1)
         for key, times in alone.items():
-            self._reshard(v, source, readers[key].node, times, readers[key].phase)
+            self._reshard(v, source, readers[key].node, times, readers[key].phase, _replaces(key))
         before = self.only_phase == "forward" and v not in self.made_late
         waits = before and any(reader.phase == "backward" for reader in readers.values())
         if waits and v not in self.given:
@@ -511,12 +525,18 @@ class BlockBuilder:
                 for each in several:
                     done.copies.setdefault(each, {})[phase] = origin
             for key in mine:
-                self._reshard(v, origin, readers[key].node, reads[key], phase)
+                self._reshard(v, origin, readers[key].node, reads[key], phase, _replaces(key))
 
-    def _reshard(self, v: jc.Var, source: LayoutNode, target: LayoutNode, times: int, phase: str) -> None:
-        """Add an edge; a collective that is combined with others costs what one of the update does."""
+    def _reshard(
+        self, v: jc.Var, source: LayoutNode, target: LayoutNode, times: int, phase: str, replaces: bool = False
+    ) -> None:
+        """Add an edge; a collective that is combined with others costs what one of the update does.
+
+        What `replaces` state is copied itself where the compiler copies state, if it is gathered.
+        """
         phase, weight = "update" if self.combined.share(v, phase) else phase, self.weight * times
-        self.planner.table.add_edge(source, target, v.aval, weight, phase, summed=v not in self.widened)
+        copied = self.copied.get(v, 0.0) + (replaces and self.planner.table.mesh_costs.machine.copies_state)
+        self.planner.table.add_edge(source, target, v.aval, weight, phase, summed=v not in self.widened, copied=copied)
 
     def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:
         aval: Any = v.aval
@@ -525,6 +545,11 @@ class BlockBuilder:
             if all(axis in used_axes(layout) for layout in source.layouts):
                 layouts = tuple(layout for layout in layouts if axis in used_axes(layout))
         return self.planner.table.add_layouts(f"{name} {v.aval.str_short()} of {source.number}", layouts)
+
+
+def _replaces(key: Hashable) -> bool:
+    """Return true if a read is that of new state which takes the place of the old one."""
+    return isinstance(key, _Key) and key.reader == "state"
 
 
 def build_graph(
@@ -558,6 +583,7 @@ def build_graph(
         folded=folded,
         equivalent=equivalent,
         combined=combined_values(jaxpr),
+        copied=transposed_gradients(jaxpr, state_outputs) if table.mesh_costs.machine.copies_state else {},
     )
     block.collect()
     ends: list[LayoutNode | None] = []

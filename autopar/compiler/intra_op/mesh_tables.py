@@ -20,8 +20,8 @@ from autopar.compiler.costs.compute import seconds_by_strategy
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.resharding.costs import ReshardLines, joining_bytes, reshard_lines, split_alike
-from autopar.compiler.sharding.layout import Layout
+from autopar.compiler.resharding.costs import STATE_COPIES, ReshardLines, joining_bytes, reshard_lines, split_alike
+from autopar.compiler.sharding.layout import Layout, num_shards, used_axes
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, possible_sums, strategies
 
@@ -109,6 +109,23 @@ class MeshTables:
         lines = self.lines[key]
         copied_s = joining_bytes(lines.summed * nbytes, machine) / machine.memory_bandwidth if in_update else 0.0
         return lines.seconds(nbytes) + copied_s
+
+    def state_copies_s(
+        self, source: LayoutList, target: LayoutList, shape: tuple[int, ...], nbytes: float
+    ) -> FloatArray:
+        """Return the seconds of copying state to another place and back, of so many bytes in the layouts of `target`.
+
+        It is copied where an array comes from each layout of `source` by a sum or a gather.
+        """
+        mesh, machine = self.costs.mesh, self.costs.machine
+        made = [[_is_collected(before, after) for after in target.layouts] for before in source.layouts]
+        parts = [nbytes / num_shards(shape, layout, mesh) for layout in target.layouts]
+        return np.array(made) * STATE_COPIES * np.array(parts) / machine.memory_bandwidth
+
+
+def _is_collected(source: Layout, target: Layout) -> bool:
+    """Return true if an array is summed or gathered over an axis on its way from one layout to another."""
+    return not (set(source.partial) <= set(target.partial) and set(used_axes(source)) <= set(used_axes(target)))
 
 
 @functools.lru_cache(maxsize=MOST_MESHES)

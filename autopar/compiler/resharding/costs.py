@@ -44,6 +44,9 @@ from autopar.compiler.sharding.layout import (
 )
 from autopar.hardware.machine import Machine
 
+STATE_COPIES = 4.0
+"""Times that state is read or written which is copied elsewhere when a step begins, and its successor to its place."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReshardLines:

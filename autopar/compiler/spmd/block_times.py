@@ -17,7 +17,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.resharding.costs import copied_bytes, joining_bytes, summed_bytes
+from autopar.compiler.resharding.costs import STATE_COPIES, copied_bytes, joining_bytes, summed_bytes
 from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value, value_bytes
 
@@ -110,4 +110,4 @@ def _copied_bytes(action: Reshard, block: LocalBlock, mesh_costs: MeshCosts) -> 
 
 def _state_bytes(copied: Collection[Value], mesh_costs: MeshCosts) -> float:
     """Return the bytes that are read and written to copy state elsewhere, and what replaces it to its place."""
-    return sum(4.0 * value_bytes(value, mesh_costs.mesh) for value in copied)
+    return STATE_COPIES * sum(value_bytes(value, mesh_costs.mesh) for value in copied)
