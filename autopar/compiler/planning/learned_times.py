@@ -82,10 +82,6 @@ class LearnedTimes:
     """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
     """The most by which this share differed from 1, by number of stages."""
-    alike: dict[object, float] = field(default_factory=dict[object, float])
-    """The same as `simulated`, by the numbers of stages and microbatches and, if there is a choice, the schedule."""
-    splitting: set[bool] = field(default_factory=set[bool])
-    """True if a plan that was simulated had weight gradients as tasks of their own; False if one had none; or both."""
     steps: list[float] = field(default_factory=list[float])
     """The shares of their time by their layers that whole steps were simulated to take without want of memory."""
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
@@ -127,10 +123,8 @@ class LearnedTimes:
 
         What single devices send has no layouts to gain by, so that it tells nothing of others.
         """
-        number, key = len(candidate.stages), _alike(candidate)
-        self.splitting.add(candidate.timing.schedule.splits_weight_gradients)
-        self.alike[key] = min(share, self.alike.get(key, share))
         if _has_layouts(candidate):
+            number = len(candidate.stages)
             self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
             self.simulated[number] = min(share, self.simulated.get(number, share))
 
@@ -170,12 +164,9 @@ class LearnedTimes:
     def least_simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the least share of the time by its whole stages that a plan may take in simulation, slack included.
 
-        Plans with as many stages and microbatches in one schedule send alike values in an alike order. Others are taken
-        to differ from what their stages take twice as much as plans of no fewer stages did.
+        Plans are taken to differ from what their stages take twice as much as plans of no fewer stages did.
         """
         steady = min(_STEADY_SHARE, 1 - 2 * self._unlike(len(candidate.stages)))
-        if (share := self.alike.get(_alike(candidate))) is not None:
-            return max(SLACK, steady) * share
         return max(_SIMULATED_SHARE, steady) * self.simulated_share(candidate)
 
     def _unlike(self, num_stages: int) -> float:
@@ -211,21 +202,6 @@ class LearnedTimes:
             ways.append(_traded(candidate, trades, ways[0]))
         return min(candidate.simulate_s([known.get(n, cost) for n, cost in enumerate(costs)]) for costs in ways)
 
-    def teaches(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> bool:
-        """Return whether the stages of a candidate, those that are `known` or others, tell that borders may save time.
-
-        They tell nothing where all that were seen on their devices, these among them, take what their layers do.
-        """
-        count, stages, seen = candidate.layers.num_microbatches, candidate.stages, dict(self.on)
-        for number, whole in known.items():
-            by_layers_s, whole_s = stages[number].cost.step_s(count), whole.step_s(count)
-            if whole_s < SLACK * by_layers_s:
-                return True
-            if stages[number].stop - stages[number].start > 1:
-                seen.setdefault((stages[number].submesh, count > 1), 1.0)
-        with_borders = (stage for stage in stages if stage.stop - stage.start > 1)
-        return any(seen.get((stage.submesh, count > 1), 0.0) < SLACK for stage in with_borders)
-
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
         shares, trades, last = self._shares(candidate), self._trades(candidate), self._last(candidate)
@@ -249,15 +225,11 @@ class LearnedTimes:
 
         Where all stages are known, to complete it tells nothing but this time.
         """
-        return max(SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
-
-    def _schedule_share(self, candidate: PipelineCandidate) -> float:
-        seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
-        return (1.0 if seen else _SIMULATED_SHARE) * self.simulated_share(candidate)
+        return max(SLACK * self.simulated_share(candidate), self.least_simulated_share(candidate))
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is expected to take; 0 where its cost is known."""
-        slack = SLACK * self._schedule_share(candidate) / self._slack(candidate)
+        slack = SLACK * self.simulated_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
             0.0
@@ -287,13 +259,6 @@ def _traded(
         cost if trade is None else trade.of(stage.cost, count, cost.step_s(count))
         for stage, trade, cost in zip(candidate.stages, trades, costs, strict=True)
     ]
-
-
-def _alike(candidate: PipelineCandidate) -> object:
-    """Equal for candidates whose plans take about the same share of the time by their stages."""
-    timing, several = candidate.timing, candidate.timing.num_microbatches > 1
-    schedule = timing.schedule.name if several else ""
-    return len(candidate.stages), timing.num_microbatches, schedule, _has_layouts(candidate)
 
 
 def _has_layouts(candidate: PipelineCandidate) -> bool:

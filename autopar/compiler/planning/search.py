@@ -590,7 +590,7 @@ class _Search:
     def are_too_slow(self, region: Completion, known: Mapping[int, StageLayouts]) -> bool:
         """Return whether a candidate is unlikely to be better, given what some of its stages take as a whole.
 
-        The others are still found where they may tell of memory, or of less time as a whole, what to expect elsewhere.
+        The others are still found where they may tell of memory what to expect elsewhere.
         """
         candidate, problem = region.candidate, self.space.cuttable
         if self.best is None or problem.method.effort == "thorough" or region.estimated_s:
@@ -598,8 +598,7 @@ class _Search:
         if any(each.peak_bytes > problem.memory_of(candidate.stages[number].submesh) for number, each in known.items()):
             return False
         costs = {number: each.cost.in_time(1 - each.gap) for number, each in known.items()}
-        least_s = self.learned.least_with_s(candidate, costs)
-        return least_s >= self.enough_s and not self.learned.teaches(candidate, costs)
+        return self.learned.least_with_s(candidate, costs) >= self.enough_s
 
     def leave(self, candidate: PipelineCandidate, known: Mapping[int, StageLayouts]) -> None:
         """Learn what some stages take of a candidate that is not worth completing."""

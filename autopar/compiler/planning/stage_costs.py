@@ -9,8 +9,9 @@ Both compute an answer when it is first asked for.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -43,6 +44,7 @@ from autopar.progress import tell
 
 _LITTLE_TIME = 0.01
 """Share of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
+_BYTES = "state_bytes", "activation_bytes", "temporary_bytes", "deferred_bytes", "update_bytes"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,9 +226,7 @@ class RangeCosts:
     def solve(self, submeshes: Collection[Submesh]) -> None:
         """Have the layouts of layers on these submeshes solved for from now on."""
         self.costs.solved.update(submeshes)
-        most = max((submesh.num_devices for submesh in submeshes), default=0)
-        told = {submesh for submesh, _ in self.sums if submesh.num_devices < most and submesh not in self.solved}
-        self._forget({*submeshes, *told})
+        self._forget(self._told_by(submeshes).union(submeshes))
         if self.again is not None:
             self.again.solve(submeshes)
 
@@ -234,9 +234,15 @@ class RangeCosts:
         """Have the layouts that save memory solved for from now on, as layers on these submeshes are computed."""
         mine = {submesh for submesh, choice in choices if choice.remat == self.remat}
         self.costs.saving.update(mine)
-        self._forget({submesh for submesh, _ in choices})
+        known = {submesh for submesh, _ in choices}
+        self._forget(known | self._told_by(known))
         if self.again is not None:
             self.again.solve_for_memory(choices)
+
+    def _told_by(self, submeshes: Collection[Submesh]) -> set[Submesh]:
+        """Return the smaller submeshes of which these tell: those where layers are not solved for."""
+        most = max((submesh.num_devices for submesh in submeshes), default=0)
+        return {submesh for submesh, _ in self.sums if submesh.num_devices < most and submesh not in self.solved}
 
     def _forget(self, submeshes: Collection[Submesh]) -> None:
         """Forget what is known of submeshes of which more is to be known."""
@@ -436,7 +442,8 @@ class RangeCosts:
             if (undivided := self._undivided(submesh)) is not None:
                 return undivided
             others, more = self._like_on(submesh), self._on_more(submesh)
-            return [self._least(number, submesh, others, more) for number in numbers]
+            saving = self._saving_on_more(submesh)
+            return [_no_less_bytes(self._least(number, submesh, others, more), saving(number)) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
         mesh_costs = self._mesh_costs(submesh)
         if choice.memory_multiplier == SAVED_FOR_NOTHING:
@@ -516,6 +523,28 @@ class RangeCosts:
             if costs.machine == mine.machine and _is_part(mine, costs)
         ]
 
+    def _saving_on_more(self, submesh: Submesh) -> Callable[[int], list[StageCost]]:
+        """Return the costs of a layer on more devices where layouts that save memory are solved for: these need less.
+
+        There, each axis is no shorter and all devices have a part of a microbatch, so that what can be split on fewer
+        devices is split at least as much.
+        """
+        problem, shape = self.problem, sorted(submesh_mesh(self.problem, submesh).shape)
+        rows = problem.trace.num_rows // self.layers.num_microbatches
+        on_more = [
+            self._mesh_costs(more)
+            for more in self.costs.saving
+            if more.group == submesh.group
+            and more.num_devices > submesh.num_devices
+            and rows % more.num_devices == 0
+            and all(map(operator.le, shape, sorted(submesh_mesh(problem, more).shape)))
+        ]
+        prices = MEMORY_MULTIPLIERS[0], MEMORY_MULTIPLIERS[-1]
+        choices = [
+            free._replace(memory_multiplier=each) for free in self._every_free_choice(submesh) for each in prices
+        ]
+        return lambda number: [self.costs.cost(number, costs, choice) for costs in on_more for choice in choices]
+
     def _least(
         self,
         number: int,
@@ -562,6 +591,12 @@ class RangeCosts:
         group = self.problem.hardware.groups[source.group]
         near = group.num_devices <= group.machine.domain if same_domain is None else same_domain
         return 2 * group.machine.transfer_s(nbytes, near)
+
+
+def _no_less_bytes(least: StageCost, others: Sequence[StageCost]) -> StageCost:
+    """Return a cost that is known to be no less, with no fewer bytes than the fewest of others."""
+    fewest = {name: min((getattr(each, name) for each in others), default=0.0) for name in _BYTES}
+    return replace(least, **{name: max(getattr(least, name), nbytes) for name, nbytes in fewest.items()})
 
 
 def _is_part(part: MeshCosts, whole: MeshCosts) -> bool:

@@ -80,21 +80,6 @@ def test_some_stages_that_are_known_tell_what_a_step_takes(candidates):
     )
 
 
-def test_stages_teach_nothing_where_all_take_what_their_layers_do(candidates):
-    one = candidates[0]
-    there = {(stage.submesh, one.layers.num_microbatches > 1) for stage in one.stages}
-    known = {0: one.stages[0].cost}
-    assert LearnedTimes().teaches(one, {})  # none was seen there
-    several = {n: stage.cost for n, stage in enumerate(one.stages) if stage.stop - stage.start > 1}
-    seen = {(one.stages[n].submesh, one.layers.num_microbatches > 1) for n in several}
-    assert several and LearnedTimes().teaches(one, several) == bool(there - seen)
-    assert not LearnedTimes(on=dict.fromkeys(there - seen, 1.0)).teaches(one, several)
-    assert not LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, known)
-    assert LearnedTimes(on=dict.fromkeys(there, 0.95)).teaches(one, known)
-    gaining = {0: one.stages[0].cost.in_time(0.95)}
-    assert LearnedTimes(on=dict.fromkeys(there, 1.0)).teaches(one, gaining)
-
-
 def test_the_slowest_stages_are_the_first_and_may_be_enough(problem, candidates):
     one = max(candidates, key=lambda each: len({_task_s(stage.cost) for stage in each.stages}))
     slowest = max(range(len(one.stages)), key=lambda number: _task_s(one.stages[number].cost))

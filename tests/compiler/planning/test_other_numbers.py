@@ -279,6 +279,27 @@ def test_layers_take_no_less_on_fewer_devices_and_one_choice_is_none():
             assert each_s[0] <= each_s[1] * (1 + 1e-9) and each_s[1] <= 1.02 * each_s[2]
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(2, True), (24, True), (48, False)])
+def test_where_memory_is_short_layers_on_fewer_devices_need_what_they_do_on_more(problem, count, is_told):
+    problem = dataclasses.replace(problem, method=autopar.Auto(memory=2.0**20))
+    ranges = RangeCosts(problem, *KnownLayers.of(problem)(count, False, splits=False))
+    few, many, saving = cluster_shape(2, 8), cluster_shape(4, 8), LayoutChoice(10.0)
+    names = "state_bytes", "activation_bytes", "temporary_bytes", "update_bytes"
+
+    def nbytes(submesh, choice):
+        return np.array([[getattr(cost, name) for name in names] for cost in ranges._of_classes(submesh, choice)])
+
+    by_work = nbytes(few, LayoutChoice(0.0))
+    ranges.solve({many})
+    ranges.solve_for_memory({(many, saving)})
+    told = nbytes(few, LayoutChoice(0.0))
+    assert not problem.is_roomy and np.all(by_work <= told) and bool(np.any(by_work < told)) == is_told
+    assert np.all(told[:, 2] <= nbytes(many, saving)[:, 2])
+    ranges.solve({few})
+    ranges.solve_for_memory({(few, saving)})
+    assert np.all(told <= 1.01 * np.minimum(nbytes(few, LayoutChoice(0.0)), nbytes(few, saving)))
+
+
 def test_layers_of_one_microbatch_tell_what_adding_to_totals_takes_of_several(problem):
     known, machine = KnownLayers.of(problem), problem.machine_of(cluster_shape(2, 8))
     (layers, one), (_, several) = known(1, False, splits=False), known(2, False, splits=False)
