@@ -82,6 +82,8 @@ class LearnedTimes:
     """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
     """The most by which this share differed from 1, by number of stages."""
+    splitting: set[bool] = field(default_factory=set[bool])
+    """True if a plan that was simulated had weight gradients as tasks of their own; False if one had none; or both."""
     steps: list[float] = field(default_factory=list[float])
     """The shares of their time by their layers that whole steps were simulated to take without want of memory."""
     expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
@@ -123,6 +125,7 @@ class LearnedTimes:
 
         What single devices send has no layouts to gain by, so that it tells nothing of others.
         """
+        self.splitting.add(candidate.timing.schedule.splits_weight_gradients)
         if _has_layouts(candidate):
             number = len(candidate.stages)
             self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
@@ -225,11 +228,15 @@ class LearnedTimes:
 
         Where all stages are known, to complete it tells nothing but this time.
         """
-        return max(SLACK * self.simulated_share(candidate), self.least_simulated_share(candidate))
+        return max(SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
+
+    def _schedule_share(self, candidate: PipelineCandidate) -> float:
+        seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
+        return (1.0 if seen else _SIMULATED_SHARE) * self.simulated_share(candidate)
 
     def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
         """Return the share of its time by its layers that each stage is expected to take; 0 where its cost is known."""
-        slack = SLACK * self.simulated_share(candidate) / self._slack(candidate)
+        slack = SLACK * self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
             0.0
