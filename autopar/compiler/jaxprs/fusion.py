@@ -219,6 +219,8 @@ class _Fusion:
     """The equations whose results several kernels read, and that take more bytes to compute in each than to keep."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
+    writers: dict[int, _Kernel] = field(default_factory=dict[int, _Kernel])
+    """The kernel that writes the result of an equation which others compute for themselves."""
 
     def run(self) -> tuple[Traffic, ...]:
         for number, eqn in enumerate(self.jaxpr.eqns):
@@ -243,6 +245,7 @@ class _Fusion:
         """Find the kernels of all equations, from the last on."""
         self.kernels = {number: kernels for number, kernels in self.kernels.items() if number < 0}
         self.stored.clear()
+        self.writers.clear()
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
 
@@ -393,6 +396,7 @@ class _Fusion:
             if self.rules.fuses_products and number not in self.shared and not self._is_kept(eqn, len(inside)):
                 self.stored.add(number)
                 self.kernels[number] = inside | {own}
+                self.writers[number] = own
                 return
             if self.holds[number]:
                 own = (*own[:2], number)
@@ -455,7 +459,7 @@ class _Fusion:
             if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
                 continue
             for kernel in sorted(kernels, key=str) if len(kernels) > 1 else kernels:
-                moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
+                moved = float(sum(_bytes(eqns[number].outvars))) if self._stores(number, kernel) else 0.0
                 for place, v in enumerate(self._operands(number)):
                     maker = self.makers.get(v)
                     if v is None:
@@ -484,7 +488,7 @@ class _Fusion:
             group = groups.find((number, kernel))
             work[group] += self._flops(eqns[number])
             nbytes[group] += moved
-            results[group] += number in self.stored
+            results[group] += self._stores(number, kernel)
             reducing.update([group] if kind_of(eqns[number]) == "reduction" else [])
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
@@ -493,16 +497,22 @@ class _Fusion:
         more = self._count_stacks(reads, written)
         wasted = self._count_transposed(reads, more)
         for number in range(len(eqns)):
-            mine = [groups.find((number, each)) for each in self.kernels.get(number, ()) if (number, each) in parts]
+            among = [each for each in self.kernels.get(number, ()) if (number, each) in parts]
+            mine = [groups.find((number, each)) for each in among]
+            stores = [group for group, each in zip(mine, among, strict=True) if self._stores(number, each)]
             yield Traffic(
                 reads=tuple(reads[number]),
                 writes=tuple(written[number]),
-                kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
+                kernels=more[number] + (sum(1 / results[group] for group in stores) if number in alone else 0.0),
                 flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
                 kept=kept[number],
                 reduces=any(group in reducing for group in mine),
                 wasted=wasted[number],
             )
+
+    def _stores(self, number: int, kernel: _Kernel) -> bool:
+        """Return true for the kernel that writes the result of an equation to memory."""
+        return number in self.stored and self.writers.get(number, kernel) == kernel
 
     def _flops(self, eqn: jc.JaxprEqn) -> float:
         """Return the FLOPs of an equation in a kernel; random bits and products are priced by themselves."""

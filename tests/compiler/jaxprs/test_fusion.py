@@ -356,6 +356,22 @@ def test_updates_that_share_a_counter_are_kernels_of_their_own_behind_whatever_t
     assert kernels(behind_products, count, *[X] * 6) == pytest.approx(2 + 3)
 
 
+@pytest.mark.parametrize("fuses_products", [False, True])
+def test_a_counter_that_every_update_computes_again_is_written_once(fuses_products):
+    def step(count, *weights):
+        count = count + 1.0
+        decay = 1.0 - 0.9**count
+        return [count, *(w - jnp.tanh(w) / decay for w in weights)]
+
+    count = jax.ShapeDtypeStruct((), jnp.float32)
+    for number in (1, 3):
+        jaxpr, found = traffic(step, count, *[X] * number, fuses_products=fuses_products)
+        started = {eqn.primitive.name: 0.0 for eqn in jaxpr.eqns}
+        for eqn, each in zip(jaxpr.eqns, found, strict=True):
+            started[eqn.primitive.name] += each.kernels
+        assert started["add"] == 1 and sum(started.values()) == pytest.approx(1 + number)
+
+
 def test_operations_are_told_for_the_bytes_of_the_whole_kernel():
     def polynomial(x):
         y = x
