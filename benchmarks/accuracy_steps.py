@@ -24,8 +24,7 @@ with ZeRO 2, which gathers once, and these are 2.1 and 2.0 times what one gather
 XLA's GPU compiler has large gradients wait for the end, where it schedules for memory. What compiled these rows until
 2022 did not: with it the peaks of 39 steps of Alpa on V100s are 14.1 % off, without it 12.5 %. Nor did its products
 write their sum with an array that others read, but over one that no other does (tensorflow/tensorflow,
-tensorflow/compiler/xla/service/gpu/gemm_rewriter.cc: "BLAS GeMM overwrites bias matrix"). Nor did it
-copy sums that one all-reduce joins into one array, unless xla_gpu_all_reduce_contiguous was set.
+tensorflow/compiler/xla/service/gpu/gemm_rewriter.cc: "BLAS GeMM overwrites bias matrix").
 
 Executors of these rows hand the memory of what an update replaces to it, which a program of ours takes over only if the
 update reads it: predicted steps do (`Workload.updates_in_place`), which costs the update one more read.
@@ -77,8 +76,6 @@ _SCHEDULES_FOR_MEMORY = 2023
 """Since then, as far as is known, compilers for GPUs have large gradients wait for the end."""
 _PRODUCTS_WRITE_SUMS = 2023
 """Since then, as far as is known, products write their sums with arrays that others read, by cuBLASLt."""
-_COPIES_JOINED_SUMS = 2023
-"""Since then, as far as is known, compilers for GPUs copy sums that one collective joins into one array."""
 _PRESENT = 9999
 _SAME_SIZE = 0.05
 
@@ -197,7 +194,6 @@ def _machine(row: Row) -> Machine:
         memory_bytes=settings.memory_share * machine.memory_bytes,
         schedules_for_memory=machine.schedules_for_memory and year >= _SCHEDULES_FOR_MEMORY,
         product_sums=machine.product_sums and year >= _PRODUCTS_WRITE_SUMS,
-        copies_joined=machine.copies_joined and year >= _COPIES_JOINED_SUMS,
     )
 
 

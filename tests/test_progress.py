@@ -74,4 +74,4 @@ def test_a_search_says_what_it_is_at(monkeypatch, tmp_path):
     method = autopar.Auto(num_stages=2, num_microbatches=4)
     autopar.parallelize(step, method=method, cluster=cluster).trace(params, jnp.ones((16, 8))).plan()
     text = console.file.getvalue()
-    assert "planning step" in text and "layouts of stage 2 of 2" in text and "best so far" in text
+    assert "planning step" in text and "layouts of stage 1 of 2" in text and "best so far" in text

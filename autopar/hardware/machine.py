@@ -142,7 +142,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
     *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower", "copies_joined"),
+    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
 )
 """The fields that say how the compiler for a machine works."""
 _POSITIVE = (
@@ -288,8 +288,6 @@ class Machine:
     compiler_share: float = 0.0
     """The share of the memory that XLA plans with: where a program needs more, it computes some values again instead of
     keeping them; above 1 where JAX may take less than that of a device; 0: it does not."""
-    copies_joined: bool = True
-    """True if XLA copies arrays that it sums in one collective into one array, and out of it; else it takes several."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     launch_s: float = 0.0

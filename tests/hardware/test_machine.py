@@ -186,7 +186,6 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"concurrent_devices": -1}, "concurrent_devices of 'one' is -1; it must be finite and not negative"),
         ({"concurrent_devices": 0.5}, "concurrent_devices of 'one' is 0.5, and one device .* Give how many devices"),
         ({"concurrent_devices": "two"}, "concurrent_devices of 'one' is 'two'"),
-        ({"copies_joined": 2}, "copies_joined of 'one' is 2, it must be true or false"),
         ({"domain": 8.5}, "domain of 'one' is 8.5"),
         ({"domain": 3}, "domain of 'one' is 3 and a host has 8 devices. A fast domain .*: give such a number"),
         ({"domain": 12}, "domain of 'one' is 12 and a host has 8 devices"),

@@ -20,7 +20,7 @@ from autopar.compiler.costs.compute import seconds_by_strategy
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.resharding.costs import STATE_COPIES, ReshardLines, joining_bytes, reshard_lines, split_alike
+from autopar.compiler.resharding.costs import STATE_COPIES, ReshardLines, reshard_lines, split_alike
 from autopar.compiler.sharding.layout import Layout, num_shards, used_axes
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, possible_sums, strategies
@@ -98,17 +98,14 @@ class MeshTables:
     ) -> FloatArray:
         """Return the seconds of bringing an array of so many bytes from every layout of one list to every one of other.
 
-        Collectives of the update share their latency, and their sums are copied where the compiler joins them.
+        Collectives of the update share their latency.
         """
-        machine = self.costs.machine
         alike = split_alike(shape, self.costs.mesh)
         key = (source.number, target.number, alike, in_update)
         if key not in self.lines:
             costs = self.costs.combined() if in_update else self.costs
             self.lines[key] = reshard_lines(source.layouts, target.layouts, alike, costs)
-        lines = self.lines[key]
-        copied_s = joining_bytes(lines.summed * nbytes, machine) / machine.memory_bandwidth if in_update else 0.0
-        return lines.seconds(nbytes) + copied_s
+        return self.lines[key].seconds(nbytes)
 
     def state_copies_s(
         self, source: LayoutList, target: LayoutList, shape: tuple[int, ...], nbytes: float

@@ -42,7 +42,6 @@ from autopar.compiler.sharding.layout import (
     split_like,
     without_ones,
 )
-from autopar.hardware.machine import Machine
 
 STATE_COPIES = 4.0
 """Times that state is read or written which is copied elsewhere when a step begins, and its successor to its place."""
@@ -56,8 +55,6 @@ class ReshardLines:
     """Seconds for no bytes."""
     per_byte: np.ndarray
     """Seconds more for every byte of the array."""
-    summed: np.ndarray
-    """The share of the array that all-reduces sum on a device: [source, target]."""
 
     def seconds(self, nbytes: float) -> np.ndarray:
         """Return the seconds from every source to every target for an array of so many bytes."""
@@ -107,27 +104,6 @@ def copied_bytes(
     return share * math.prod(shape) * itemsize
 
 
-def summed_bytes(
-    steps: Sequence[ReshardStep], source: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh
-) -> float:
-    """Return the bytes of a device that the all-reduces among `steps` sum."""
-    layout, share = without_ones(source, mesh), 0.0
-    for step in steps:
-        if isinstance(step, AllReduce):
-            share += moved_share(step, layout, shape, mesh.shape)
-        layout = after(layout, step)
-    return share * math.prod(shape) * itemsize
-
-
-def joining_bytes(summed: np.ndarray, machine: Machine) -> np.ndarray:
-    """Return the bytes that are read and written to copy sums of so many into one array with others, and out of it.
-
-    Those of more than `combined_bytes` are joined with none. The nearer a sum is to that, the less room there is beside
-    it, and the likelier it is alone: from the half on fewer bytes count, so that more never take less time.
-    """
-    return 4.0 * np.clip(machine.combined_bytes - summed, 0.0, summed) if machine.copies_joined else 0.0 * summed
-
-
 @functools.cache
 def reshard_s(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: float, mesh_costs: MeshCosts) -> float:
     """Seconds that resharding takes: its collectives, and the memory traffic of its copies."""
@@ -152,8 +128,7 @@ def reshard_lines(
     starts, ends = (_numbers(tuple(layouts), shape, mesh) for layouts in (sources, targets))
     every = _edge_lines(_graph(shape, mesh), mesh_costs)
     lines = np.array([every.from_source(start)[..., ends] for start in starts])
-    fixed, per_byte, summed = (lines[:, :, column].swapaxes(0, 1) for column in range(3))
-    return ReshardLines(fixed=fixed, per_byte=per_byte, summed=summed[0])
+    return ReshardLines(fixed=lines[:, :, 0].swapaxes(0, 1), per_byte=lines[:, :, 1].swapaxes(0, 1))
 
 
 @functools.lru_cache(maxsize=16_384)
@@ -177,11 +152,11 @@ class _EdgeLines:
 
     graph: Graph
     of_edges: np.ndarray
-    """[line, 3, edge], of the steps: seconds for no bytes, seconds for each byte, and the share that is summed."""
+    """[line, 2, edge], of the steps."""
     known: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
     def from_source(self, source: int) -> np.ndarray:
-        """Return the cost from one layout to every one, by size of arrays: the lines of `of_edges`."""
+        """Return the cost from one layout to every one, by size of arrays: [seconds for no bytes, and per byte]."""
         if source not in self.known:
             last = last_edges(self.graph, source)
             here = np.arange(len(self.graph.layouts))
@@ -199,16 +174,15 @@ class _EdgeLines:
 def _edge_lines(graph: Graph, mesh_costs: MeshCosts) -> _EdgeLines:
     """Return the lines of every step for few and for many bytes; one for both where they are the same."""
     lines = functools.cache(lambda kind, axes, reach: np.array(mesh_costs.lines(kind, axes, reach)))
-    found = np.zeros((2, 3, len(graph.steps)))
-    found[:, 1] = graph.copied / mesh_costs.machine.memory_bandwidth
+    seconds = np.zeros((2, 2, len(graph.steps)))
+    seconds[:, 1] = graph.copied / mesh_costs.machine.memory_bandwidth
     for edge, step in enumerate(graph.steps):
         if step is None:
             continue
         for kind, reach, parts in exchanges(step, mesh_costs.mesh):
-            found[:, :2, edge] += lines(kind, step.axes, reach) * (1.0, graph.moved[edge] / parts)
-        found[:, 2, edge] = graph.moved[edge] if isinstance(step, AllReduce) else 0.0
-    same = bool((found[0] == found[1]).all())
-    return _EdgeLines(graph=graph, of_edges=found[:1] if same else found)
+            seconds[..., edge] += lines(kind, step.axes, reach) * (1.0, graph.moved[edge] / parts)
+    same = bool((seconds[0] == seconds[1]).all())
+    return _EdgeLines(graph=graph, of_edges=seconds[:1] if same else seconds)
 
 
 # --- arrays without what does not matter --------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.resharding.costs import STATE_COPIES, copied_bytes, joining_bytes, summed_bytes
+from autopar.compiler.resharding.costs import STATE_COPIES, copied_bytes
 from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value, value_bytes
 
@@ -70,7 +70,7 @@ def block_work(
                 for body in bodies:
                     yield from ((work, rounds * times) for work, times in block_work(body, mesh_costs, eqn))
             case Reshard():
-                yield EquationWork(0.0, passes_s=_copied_bytes(action, block, mesh_costs) / bandwidth), 1.0
+                yield EquationWork(0.0, passes_s=_copied_bytes(action, mesh_costs) / bandwidth), 1.0
 
 
 def block_bytes(
@@ -88,7 +88,7 @@ def block_bytes(
             case RunBody(eqn=eqn, bodies=bodies):
                 total += taken(eqn) * trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
             case Reshard():
-                total += _copied_bytes(action, block, mesh_costs)
+                total += _copied_bytes(action, mesh_costs)
     return total
 
 
@@ -98,14 +98,10 @@ def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | Non
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 
-def _copied_bytes(action: Reshard, block: LocalBlock, mesh_costs: MeshCosts) -> float:
-    """Return the bytes that resharding reads and writes besides its collectives, and for those that others join."""
+def _copied_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
+    """Return the bytes that resharding reads and writes besides its collectives."""
     aval: Any = action.aval
-    what = action.steps, action.source, tuple(aval.shape), aval.dtype.itemsize, mesh_costs.mesh
-    copied = copied_bytes(*what)
-    if block.combined.share(action.result.variable, action.result.form):
-        copied += float(joining_bytes(np.array(summed_bytes(*what)), mesh_costs.machine))
-    return copied
+    return copied_bytes(action.steps, action.source, tuple(aval.shape), aval.dtype.itemsize, mesh_costs.mesh)
 
 
 def _state_bytes(copied: Collection[Value], mesh_costs: MeshCosts) -> float:

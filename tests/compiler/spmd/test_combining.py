@@ -1,14 +1,10 @@
 """Gathers of parameters and sums of gradients share their latency, before a conversion and after it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.intra_op.mesh_tables import mesh_tables
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import copied_bytes, reshard_steps
@@ -17,7 +13,6 @@ from autopar.compiler.sharding.layout import Layout
 from autopar.compiler.spmd.block_times import block_bytes, block_times
 from autopar.compiler.spmd.combining import combined_in_body, combined_values
 from autopar.compiler.spmd.local_program import local_block
-from autopar.hardware.machine import Machine
 from tests.compiler.equations import real
 from tests.compiler.planned_steps import LINE, collectives, mesh_costs, plan_step, traced
 
@@ -95,38 +90,6 @@ def test_a_device_moves_its_part_of_what_products_read_and_write():
     found = plan_step(closed, LINE, num_state=0, chosen=SLOW_TO_START, constraints=Constraints(inputs={1: (ROWS,)}))
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
     assert block_bytes(block, SLOW_TO_START) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
-
-
-@pytest.mark.parametrize(
-    ("width", "machine", "copies"),
-    [
-        pytest.param(256, {}, 4, id="joined with others"),
-        pytest.param(2560, {}, 4 * (30 / 25 - 1), id="25 MiB, which few others have room beside"),
-        pytest.param(4096, {}, 0, id="64 MiB, by itself"),
-        pytest.param(256, {"copies_joined": False}, 0, id="a collective of several arrays"),
-    ],
-)
-def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(width, machine, copies):
-    x = jax.ShapeDtypeStruct((1 << 16, width), jnp.float32)
-    closed = traced(lambda x, y: x.T @ y, x, x)
-    split = Constraints(inputs={0: (ROWS,), 1: (ROWS,)}, results={0: (Layout(((), ()), ()),)})
-    costs = MeshCosts(machine=dataclasses.replace(SLOW_TO_START.machine, **machine), mesh=LINE)
-    found = plan_step(closed, LINE, constraints=split, chosen=costs)
-    assert [each.collective.kind for each in collectives(closed, found, LINE)] == ["all-reduce"]
-    whole = 4 * width**2
-    product = 2 * 4 * x.size / LINE.num_devices + whole
-    block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
-    assert block_bytes(block, costs) == pytest.approx(product + copies * whole)
-    assert block_times(block, costs).total_s == pytest.approx(found.optimum.value)
-
-
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-b200", "gb200-nvl72", "p3.16xlarge", "cpu", "tpu-v5p"])
-def test_more_bytes_take_no_less_time(name):
-    tables = mesh_tables(MeshCosts(machine=Machine.named(name), mesh=LINE))
-    summed, whole = (tables.layout_list((layout,)) for layout in (Layout(((), ()), (0,)), Layout(((), ()), ())))
-    sizes = [2.0**20 * size for size in range(1, 65)]
-    took_s = [tables.reshard_s(summed, whole, (4096, 4096), nbytes, in_update=True).item() for nbytes in sizes]
-    assert took_s == sorted(took_s)
 
 
 def test_a_resharding_moves_what_it_copies():
