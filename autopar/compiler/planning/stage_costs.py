@@ -45,6 +45,7 @@ from autopar.progress import tell
 _LITTLE_TIME = 0.01
 """Share of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
 _BYTES = "state_bytes", "activation_bytes", "temporary_bytes", "deferred_bytes", "update_bytes"
+"""The fields of a cost that are bytes of a device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -524,10 +525,10 @@ class RangeCosts:
         ]
 
     def _saving_on_more(self, submesh: Submesh) -> Callable[[int], list[StageCost]]:
-        """Return the costs of a layer on more devices where layouts that save memory are solved for: these need less.
+        """Return the costs of a layer on more devices with layouts that save memory, where these are solved for.
 
         There, each axis is no shorter and all devices have a part of a microbatch, so that what can be split on fewer
-        devices is split at least as much.
+        devices is likely to be split as much. That is no bound: of two prices of memory, neither has least of each.
         """
         problem, shape = self.problem, sorted(submesh_mesh(self.problem, submesh).shape)
         rows = problem.trace.num_rows // self.layers.num_microbatches
@@ -594,7 +595,7 @@ class RangeCosts:
 
 
 def _no_less_bytes(least: StageCost, others: Sequence[StageCost]) -> StageCost:
-    """Return a cost that is known to be no less, with no fewer bytes than the fewest of others."""
+    """Return the cost with at least as many bytes of each kind as the fewest among others."""
     fewest = {name: min((getattr(each, name) for each in others), default=0.0) for name in _BYTES}
     return replace(least, **{name: max(getattr(least, name), nbytes) for name, nbytes in fewest.items()})
 
