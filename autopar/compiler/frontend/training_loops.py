@@ -1,10 +1,12 @@
-"""Unroll loops that train: several epochs over one buffer, several steps in one call, an attack of several steps.
+"""Unroll loops that train (epochs over one buffer, several steps in one call), and conditions of which one branch does.
 
     carry, ys = scan(update, carry, xs)    ->    carry, y_0 = update(carry, x_0);  carry, y_1 = update(carry, x_1);  ...
+    cond(finite, update, keep, state)      ->    select(finite, update(state), keep(state))
 
-A loop is one equation, which no pipeline can cut and no microbatch can enter. Unrolled, every iteration that takes a
-gradient is a round of the schedule. Only loops around a gradient are unrolled, and short ones: a round costs programs
-of its own.
+A loop or a condition is one equation, which no pipeline can cut and no microbatch can enter. Unrolled, every iteration
+that takes a gradient is a round of the schedule. Only loops around a gradient are unrolled, and short ones: a round
+costs programs of its own. Of a condition every branch is computed, which costs nothing in the usual case, in which the
+branch that trains is taken; where several branches train, each would be paid for in every step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from autopar.compiler.frontend.trace import Trace
@@ -28,7 +31,7 @@ MOST_ROUNDS = 16
 
 
 def unroll_training_loops(trace: Trace) -> Trace:
-    """The same step, with equal results, without short loops around gradients.
+    """The same step, with equal results, without short loops and conditions around gradients.
 
     Plans name the step as it was traced, so the fingerprint stays.
     """
@@ -41,13 +44,13 @@ def unroll_training_loops(trace: Trace) -> Trace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _UnrolledTrace(Trace):
-    """A step whose training loops are unrolled."""
+    """A step whose loops and conditions around gradients are unrolled."""
 
     traced: Trace
 
     @cached_property
     def at_other_batch(self) -> jc.ClosedJaxpr | None:
-        """The same step on another batch, with the same loops unrolled."""
+        """The same step on another batch, with the same unrolled."""
         other = self.traced.at_other_batch
         return None if other is None else _unrolled(other)
 
@@ -66,37 +69,64 @@ def without_gradient(trace: Trace, num_stages: int) -> InvalidArgument:
     )
 
 
-def refuse_long_training_loops(trace: Trace, wanted: str) -> None:
-    """Raise `Unsupported` if an unrolled step has its gradient in a loop: a long one, or one of unknown length."""
+def refuse_whole_training(trace: Trace, wanted: str) -> None:
+    """Raise `Unsupported` if an unrolled step has its gradient in an equation: its line, and why it was left whole."""
     for eqn in trace.jaxpr.jaxpr.eqns:
         if _trains(eqn):
+            inside = "a condition" if eqn.primitive.name == "cond" else "a loop"
             raise Unsupported(
-                f"{wanted} were asked for, and {trace.name} takes its gradient in a loop, {jc.describe(eqn)}. A "
-                f"pipeline takes every iteration apart, for which a loop must have at most {MOST_ROUNDS} iterations, "
-                "known when it is traced. Parallelize the body of the loop and call it from Python, or use one stage."
+                f"{wanted} were asked for, and {trace.name} takes its gradient in {inside}, {jc.describe(eqn)}. "
+                f"{_required(eqn)}, or use one program: DataParallel(), or Auto(num_stages=1, num_microbatches=1)."
             )
 
 
-def _trains(eqn: jc.JaxprEqn) -> bool:
-    """Return whether an equation is a loop that is not differentiated and takes a gradient in its body."""
+def _required(eqn: jc.JaxprEqn) -> str:
+    """Return the sentence on what an equation around a gradient must be to be unrolled, and what to do, but its end."""
+    if eqn.effects:
+        return "Its body has effects, as of a callback, which are kept in their order only as a whole. Leave these out"
+    if eqn.primitive.name == "cond":
+        return (
+            "A pipeline computes every branch and selects, for which only one branch may take a gradient. Choose the "
+            "branch in Python by a static argument, or compute the gradient outside and only the update in the branches"
+        )
     return (
-        eqn.primitive.name in ("scan", "while")
-        and jc.ad_phase(eqn) is None
-        and any(jc.ad_phase(inner) == "backward" for body in jc.subjaxprs(eqn) for inner in jc.all_equations(body))
+        f"A pipeline takes every iteration apart, for which a loop must have at most {MOST_ROUNDS} iterations, known "
+        "when it is traced. Parallelize the body of the loop and call it from Python"
     )
 
 
+def _trains(eqn: jc.JaxprEqn) -> bool:
+    """Return whether an equation is a loop or a condition, not differentiated, with a gradient in a body of it."""
+    return (
+        eqn.primitive.name in ("scan", "while", "cond")
+        and jc.ad_phase(eqn) is None
+        and any(map(_takes_gradient, jc.subjaxprs(eqn)))
+    )
+
+
+def _takes_gradient(body: Any) -> bool:
+    return any(jc.ad_phase(inner) == "backward" for inner in jc.all_equations(body))
+
+
 def _is_unrolled(eqn: jc.JaxprEqn) -> bool:
-    return _trains(eqn) and _iterations(eqn) <= MOST_ROUNDS and not eqn.effects
+    return _trains(eqn) and _rounds(eqn) <= MOST_ROUNDS and not eqn.effects
 
 
-def _iterations(eqn: jc.JaxprEqn) -> float:
-    """Return the iterations of a loop with those of the training loops inside of it; infinity if that is unknown."""
-    if eqn.primitive.name == "while":
-        return float("inf")
-    loop = jp.scan_of(eqn)
-    inside = [_iterations(inner) for inner in jc.open_jaxpr(loop.body)[0].eqns if _trains(inner)]
-    return loop.length * max(1, sum(inside))
+def _rounds(eqn: jc.JaxprEqn) -> float:
+    """Return the rounds of an equation that trains, with those inside of it; infinity for what cannot be unrolled."""
+    match eqn.primitive.name:
+        case "while":
+            return float("inf")
+        case "cond":
+            (body, *others) = filter(_takes_gradient, jp.branches_of(eqn))
+            return float("inf") if others else _rounds_inside(body)
+        case _:
+            loop = jp.scan_of(eqn)
+            return loop.length * _rounds_inside(loop.body)
+
+
+def _rounds_inside(body: Any) -> float:
+    return max(1, sum(_rounds(eqn) for eqn in jc.open_jaxpr(body)[0].eqns if _trains(eqn)))
 
 
 def _unrolled(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
@@ -104,15 +134,29 @@ def _unrolled(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
 
 
 def _run(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """The results of an equation; those of a training loop by its iterations, one after another."""
+    """The results of an equation; those of a loop or condition that trains by its bodies."""
     if not _is_unrolled(eqn):
         return jc.bind_equation(eqn, values)
+    with jc.under_scope_of(eqn):
+        return _selected(eqn, values) if eqn.primitive.name == "cond" else _iterated(eqn, values)
+
+
+def _iterated(eqn: jc.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     loop = jp.scan_of(eqn)
     body, consts = jc.open_jaxpr(loop.body)
     shared, carry, xs = values[: loop.num_consts], values[loop.num_consts : loop.first_x], values[loop.first_x :]
     rows: list[Sequence[Any]] = [()] * loop.length
-    with jc.under_scope_of(eqn):
-        for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
-            results = evaluate_jaxpr(body, consts, [*shared, *carry, *(x[i] for x in xs)], _run)
-            carry, rows[i] = results[: loop.num_carry], results[loop.num_carry :]
-        return [*carry, *(jnp.stack(ys) for ys in zip(*rows, strict=True))]
+    for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
+        results = evaluate_jaxpr(body, consts, [*shared, *carry, *(x[i] for x in xs)], _run)
+        carry, rows[i] = results[: loop.num_carry], results[loop.num_carry :]
+    return [*carry, *(jnp.stack(ys) for ys in zip(*rows, strict=True))]
+
+
+def _selected(eqn: jc.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    which, *operands = values
+    branches = [evaluate_jaxpr(*jc.open_jaxpr(body), operands, _run) for body in jp.branches_of(eqn)]
+    which = jax.lax.clamp(0, which, len(branches) - 1) if len(branches) > 2 else which > 0
+    return [
+        cases[0] if all(case is cases[0] for case in cases) else jax.lax.select_n(which, *cases)
+        for cases in zip(*branches, strict=True)
+    ]

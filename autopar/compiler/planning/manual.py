@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
+from autopar.compiler.frontend.training_loops import refuse_whole_training, unroll_training_loops, without_gradient
 from autopar.compiler.inter_op.stage_costs import Timing
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints
 from autopar.compiler.lowering.sharded_step import logical_mesh
@@ -152,7 +152,7 @@ def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelinePa
             stages = method
     asked = {"stages": stages.num_virtual_stages, "microbatches": method.num_microbatches}
     if not trace.differentiates and (several := [f"{count} {of}" for of, count in asked.items() if count > 1]):
-        refuse_long_training_loops(trace, several[0])
+        refuse_whole_training(trace, several[0])
     if stages.num_virtual_stages > 1 and not trace.differentiates:
         raise without_gradient(trace, stages.num_virtual_stages)
     return stages

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import unroll_training_loops
+from autopar.compiler.frontend.training_loops import refuse_whole_training, unroll_training_loops
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
@@ -102,6 +102,7 @@ class _Problem:
 
 def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
     if not trace.differentiates:
+        refuse_whole_training(trace, "degrees of parallelism")
         raise Unsupported(
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )

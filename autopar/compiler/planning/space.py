@@ -14,7 +14,7 @@ from functools import cached_property
 
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
+from autopar.compiler.frontend.training_loops import refuse_whole_training, unroll_training_loops, without_gradient
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.candidates import equal_counts, microbatch_counts, worth_splitting
@@ -406,7 +406,7 @@ def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBo
     if not _may_be_cut(trace, method.num_stages, 2 if problem.offloads else problem.num_devices):
         return None, None
     if (method.num_stages or 1) > 1 and not trace.differentiates:
-        refuse_long_training_loops(trace, f"{method.num_stages} stages")
+        refuse_whole_training(trace, f"{method.num_stages} stages")
         raise without_gradient(trace, method.num_stages or 1)
     if not trace.differentiates:
         return None, None

@@ -1,4 +1,4 @@
-"""Loops around gradients: every iteration is a round of a pipeline, or the loop is refused with its line."""
+"""Loops and conditions around gradients: each gradient is a round of a pipeline, or is refused with its line."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,19 @@ def attacked(params, batch):
     return mlp_step(params, (jax.lax.fori_loop(0, 2, move, batch[0]), batch[1]))
 
 
+def guarded(params, batch):
+    """A step that is skipped where the data are not finite, its gradient and all."""
+    return jax.lax.cond(jnp.isfinite(batch[0]).all(), mlp_step, lambda p, _: (p, jnp.float32(-1)), params, batch)
+
+
+def switched(params, batch):
+    keep, update = (lambda p: (p, jnp.float32(-1))), lambda p: mlp_step(mlp_step(p, batch)[0], batch)
+    return jax.lax.switch(jnp.sum(batch[0] > 9).astype(jnp.int32) + 5, [keep, keep, update], params)
+
+
 LOOPS = {
+    "a condition": (guarded, 1),
+    "one branch of three": (switched, 2),
     "epochs": (epochs(2), 2),
     "backwards": (epochs(3, reverse=True), 3),
     "nested": (nested, 4),
@@ -74,6 +86,26 @@ def test_a_loop_over_layers_stays():
 
     trace = traced(lambda p, b: p - jax.grad(loss)(p, b), jnp.ones((3, 4, 4)), jnp.ones((8, 4)))
     assert unroll_training_loops(trace) is trace
+
+
+@pytest.mark.parametrize(
+    "method", [two_stages(), autopar.Megatron(data=2), autopar.DataParallel(num_microbatches=2)], ids=str
+)
+def test_a_skipped_step_keeps_the_state(method):
+    params, (x, y) = mlp_params(2), mlp_batch()
+    step = autopar.parallelize(guarded, method=method, devices=jax.devices()[:2])
+    for batch in (x, y), (x.at[0, 0].set(jnp.nan), y):
+        assert_same(step(params, batch), jax.jit(guarded)(params, batch))
+
+
+def test_a_condition_of_which_two_branches_train_is_refused():
+    def train_step(params, batch):
+        return jax.lax.cond(jnp.any(batch[0] > 0), mlp_step, lambda p, b: mlp_step(p, b[::-1]), params, batch)
+
+    for method in (autopar.Megatron(data=2), autopar.Auto(num_stages=2)):
+        step = autopar.parallelize(train_step, method=method, devices=jax.devices()[:2])
+        with pytest.raises(Unsupported, match=r"in a condition, `cond`.*test_training_loops.py.*only one branch may"):
+            step.trace(mlp_params(2), mlp_batch()).plan()
 
 
 def until(params, batch):
