@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.aot import Compiled, Lowered, Planned, Traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.checks import check_count, check_flag, check_names, check_numbers, check_pattern
+from autopar.checks import check_axes, check_count, check_flag, check_names, check_numbers, check_pattern
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument, Unsupported
@@ -275,6 +275,7 @@ def parallelize(
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
     unbatched: Sequence[str] | str = ...,
+    batch_axes: Mapping[str, int] | None = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
@@ -293,6 +294,7 @@ def parallelize(
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
     unbatched: Sequence[str] | str = ...,
+    batch_axes: Mapping[str, int] | None = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
@@ -310,6 +312,7 @@ def parallelize(
     num_microbatches: int | None = None,
     batch_argnums: Sequence[int] | int | None = None,
     unbatched: Sequence[str] | str = (),
+    batch_axes: Mapping[str, int] | None = None,
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
     donate_argnums: Sequence[int] | int = (),
@@ -332,7 +335,8 @@ def parallelize(
     - `num_microbatches`: into how many parts the batch is split, instead of the method's own number.
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default the
       inputs that carry it are found from what the step does. Arguments may be passed by name all the same.
-    - `unbatched`: regular expressions that find, by name, inputs that are not to be taken for the batch.
+    - `unbatched`: regular expressions that find, by name, inputs that are not to be taken for the batch; `batch_axes`:
+      such that find inputs with the batch on another axis than the first, and that axis (`{"tokens": 1}`).
     - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `axis_name`: for a step written for `jax.pmap`, the axis that it reduces over. It is bound to the whole batch, as
       if one device held all of it: `lax.pmean` over it changes nothing.
@@ -348,6 +352,7 @@ def parallelize(
     roles = ArgumentRoles(
         batch_argnums=None if batch_argnums is None else check_numbers("batch_argnums", batch_argnums),
         unbatched=check_names("unbatched", unbatched),
+        batch_axes=check_axes("batch_axes", batch_axes or {}),
         static_argnums=check_numbers("static_argnums", static_argnums),
         static_argnames=check_names("static_argnames", static_argnames),
         donate_argnums=check_numbers("donate_argnums", donate_argnums),

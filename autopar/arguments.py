@@ -39,6 +39,8 @@ class ArgumentRoles:
     """Numbers of the arguments with the batch; None: the batch is found."""
     unbatched: tuple[str, ...] = ()
     """Patterns that find, by name, the inputs without a batch."""
+    batch_axes: tuple[tuple[str, int], ...] = ()
+    """Patterns that find, by name, inputs with the batch, and the axis on which they have it."""
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
@@ -352,16 +354,32 @@ class Arguments:
 
         Raises `InvalidArgument` for a pattern that finds none.
         """
-        numbers: set[int] = set()
-        for pattern in self.roles.unbatched:
-            found = {i for i, (name, _) in enumerate(described) if re.search(pattern, name)}
-            if not found:
-                raise InvalidArgument(
-                    f"unbatched has the pattern {pattern!r}, which finds no input of {self.name}. Its inputs are named "
-                    f"like {', '.join(name for name, _ in described[:4])}: give a regular expression that finds one."
-                )
-            numbers |= found
-        return numbers
+        return {i for pattern in self.roles.unbatched for i in self._called("unbatched", pattern, described)}
+
+    def batch_axes(self, described: Sequence[tuple[str, int | None]]) -> dict[int, int]:
+        """Return by number the axis on which the user says that an input carries the batch.
+
+        Raises `InvalidArgument` for a pattern that finds no input, or one that carries no batch.
+        """
+        axes: dict[int, int] = {}
+        for pattern, axis in self.roles.batch_axes:
+            for number in self._called("batch_axes", pattern, described):
+                axes.setdefault(number, axis)
+        both = axes.keys() & self.unbatched_leaves(described)
+        if both:
+            raise InvalidArgument(
+                f"{described[min(both)][0]} has a batch by batch_axes and none by unbatched. Name it in one of them."
+            )
+        return axes
+
+    def _called(self, option: str, pattern: str, described: Sequence[tuple[str, int | None]]) -> list[int]:
+        found = [i for i, (name, _) in enumerate(described) if re.search(pattern, name)]
+        if not found:
+            raise InvalidArgument(
+                f"{option} has the pattern {pattern!r}, which finds no input of {self.name}. Its inputs are named "
+                f"like {', '.join(name for name, _ in described[:4])}: give a regular expression that finds one."
+            )
+        return found
 
 
 def _over_axis(flat: Callable[..., Any], axis_name: str) -> Callable[..., Any]:

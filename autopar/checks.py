@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -89,6 +89,20 @@ def check_pattern(name: str, pattern: str) -> None:
             f"The pattern {pattern!r} of {name} is no regular expression: {error}. Escape what is meant literally, for "
             "example with re.escape(name)."
         ) from None
+
+
+def check_axes(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    """Return patterns and the axis of each as pairs. Raises `InvalidArgument` for anything else."""
+    pairs: list[tuple[object, object]] = (
+        list(cast(Mapping[object, object], value).items()) if isinstance(value, Mapping) else [(None, None)]
+    )
+    if not all(isinstance(p, str) and isinstance(axis, int) and not isinstance(axis, bool) for p, axis in pairs):
+        raise InvalidArgument(
+            f'{name} is {value!r}. Give the axis of the batch by a pattern that finds the input: {{"tokens": 1}}.'
+        )
+    for pattern, _ in pairs:
+        check_pattern(name, cast(str, pattern))
+    return cast(tuple[tuple[str, int], ...], tuple(pairs))
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

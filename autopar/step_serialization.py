@@ -42,6 +42,7 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
             name=arguments.name,
             batch_inputs=arguments.batch_leaves(described),
             unbatched_inputs=arguments.unbatched_leaves(described),
+            batch_axes=arguments.batch_axes(described),
             donated_inputs=arguments.donated_leaves(described),
             keeps_inputs=arguments.roles.keeps_inputs,
         )

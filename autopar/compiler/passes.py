@@ -156,9 +156,9 @@ def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
     if plan.is_single_program:
         program = single_program(trace, plan, on_paper=on_paper)
     else:
-        batch_sizes = {i: trace.inputs[i].aval.shape[0] for i in trace.batch_inputs}
         graph, donated = cut_step(trace, plan), trace.donated_inputs
-        program = lower(graph, plan, leaf_sizes=batch_sizes, donated_leaves=donated, on_paper=on_paper)
+        rows = trace.num_rows if trace.batch_inputs else 1
+        program = lower(graph, plan, num_rows=rows, donated_leaves=donated, on_paper=on_paper)
     if on_paper:
         return program
     program.verify()

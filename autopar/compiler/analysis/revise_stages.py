@@ -115,7 +115,7 @@ class _Stage:
         """Return it for a mesh of a plan like the planned one; inputs that a search laid out are free, and `but`."""
         mesh, asked = logical_mesh(plan.meshes[number]), planning.search
         tasks = tasks_of_stages(graph, plan.stages_on(number), planning.trace.donated_inputs)
-        kinds = None if asked.kinds is None else graph_kinds(graph, planning.trace.batch_inputs)
+        kinds = None if asked.kinds is None else graph_kinds(graph, planning.trace.batch_axes)
         layer = layer_class(graph, tasks, asked.pins, kinds)
         read = {name for task in tasks for name in task.inputs}
         known = {v: layout for v, layout in _layouts_as_planned(planning, graph, mesh).items() if v in read}

@@ -95,7 +95,7 @@ class Planning:
         """Return the next smaller and the next larger number of microbatches that the batch divides into."""
         if not self.trace.batch_inputs or not self.trace.differentiates:
             return []
-        here, rows = self.plan.num_microbatches, self.trace.inputs[self.trace.batch_inputs[0]].aval.shape[0]
+        here, rows = self.plan.num_microbatches, self.trace.num_rows
         counts = [count for count in range(1, rows + 1) if rows % count == 0]
         smaller, larger = [n for n in counts if n < here], [n for n in counts if n > here]
         return smaller[-1:] + larger[:1]

@@ -51,7 +51,7 @@ def step_work(trace: Trace) -> StepWork:
     return StepWork(
         flops=flops_where(trace.jaxpr, _first_time),
         dtype=_dtype_of_products(trace),
-        examples=batch[0].shape[0] if batch else None,
+        examples=trace.num_rows if batch else None,
         tokens=max(tokens, default=None),
     )
 

@@ -16,7 +16,7 @@ unless the part has a kind by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,15 @@ class StepKinds(DimensionKinds):
     results: tuple[ValueKinds, ...]
 
 
-def step_kinds(closed: jc.ClosedJaxpr, batch_inputs: Collection[int]) -> StepKinds:
-    """Return the kinds of a step's dimensions; `batch_inputs` hold examples along their first dimension."""
+def step_kinds(closed: jc.ClosedJaxpr, batch_axes: Mapping[int, int]) -> StepKinds:
+    """Return the kinds of a step's dimensions; `batch_axes` are those of its inputs that number examples."""
     jaxpr, _ = jc.open_jaxpr(closed)
     names = [str(number) for number in range(len(jaxpr.invars))]
     outputs = [f"result {number}" for number in range(len(jaxpr.outvars))]
     found = program_kinds(
         [(closed, names, outputs)],
-        examples=[(str(number), 0) for number in batch_inputs],
-        state=[name for number, name in enumerate(names) if number not in batch_inputs],
+        examples=[(str(number), axis) for number, axis in batch_axes.items()],
+        state=[name for number, name in enumerate(names) if number not in batch_axes],
     )
     return StepKinds(
         named=found.named,

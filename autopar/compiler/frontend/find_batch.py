@@ -2,9 +2,10 @@
 
     jaxpr, inputs, which of them are state  ->  FoundBatch
 
-The first dimensions of all inputs outside of the state are compared. In a forward pass, features, positions and rows of
-tables are reduced away, while examples stay until a loss or a metric reduces them, or a result keeps them. So the batch
-are those dimensions that no other one outlasts:
+The first dimensions of all inputs outside of the state are compared, behind those that a loop goes along in order: of
+`[time, examples, features]` the second. In a forward pass, features, positions and rows of tables are reduced away,
+while examples stay until a loss or a metric reduces them, or a result keeps them. So the batch are those dimensions
+that no other one outlasts:
 
     outlasts    an equation reduces the one and keeps the other; but a dimension does not outlast the first dimension of
                 an array that both are in: time is inside of the examples
@@ -12,13 +13,15 @@ are those dimensions that no other one outlasts:
                 those that are taken apart row by row
     no rounds   no loop goes along it in order and carries something on: training steps and time are no examples
 
+What else has the dimension of the examples, at any one place, carries the batch too.
+
 Nodes and edges of a graph outlast each other, and are no batch. If examples come from two sources that never meet (real
 ones and noise), both are the batch where their sizes are equal; otherwise the batch is ambiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.frontend.dimensions import Dimension, StepDimensions, find_dimensions
@@ -34,6 +37,8 @@ class FoundBatch:
     """The numbers of the inputs that carry the batch; where there are none, the reason."""
 
     inputs: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+    """The axis of each along which the examples are."""
     missing: str = ""
     ambiguous: bool = False
     """True if several readings are possible; `missing` names them."""
@@ -46,13 +51,19 @@ def find_batch(
     *,
     state: Collection[int],
     unbatched: Collection[int] = (),
+    given_axes: Mapping[int, int] | None = None,
 ) -> FoundBatch:
     """Return the batch of a normalised step.
 
     `names` and `arguments` are those of its inputs, `state` the inputs that its results replace, and `unbatched` those
-    that the user says are no batch.
+    that the user says are no batch. `given_axes` are axes along which the user says that inputs carry it.
     """
     dims = find_dimensions(closed)
+    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
+    if given_axes:
+        named = {dims.inputs[i][axis] for i, axis in given_axes.items()}
+        others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
+        return _found({**others, **given_axes})
     carriers = _possible(dims, state, unbatched)
     winners = [d for d in carriers if not any(_outlasts(dims, other, d) for other in carriers if other != d)]
     if len(winners) > 1:  # one array may be the state: a result has just its dimensions
@@ -61,19 +72,35 @@ def find_batch(
         winners = [d for d in winners if any(dims.inputs[i] not in dims.outputs for i in carriers[d])]
     if not winners:
         return FoundBatch(missing="no input outside of the state has independent examples on its first axis")
-    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
-    sizes = {shapes[carriers[d][0]][0] for d in winners}
+    leading = {i: _leading(dims, i) for d in winners for i in carriers[d]}
+    sizes = {shapes[i][axis] for i, axis in leading.items()}
     if len(sizes) > 1:
-        return FoundBatch(missing=_readings(closed, names, [carriers[d] for d in winners]), ambiguous=True)
-    found = {i for d in winners for i in carriers[d]}
+        return FoundBatch(missing=_readings(shapes, names, leading, [carriers[d] for d in winners]), ambiguous=True)
     (rows,) = sizes
-    unread = _unread(closed) - set(state) - set(unbatched)
-    found |= {i for i in unread if shapes[i][:1] == (rows,) and arguments[i] in {arguments[j] for j in found}}
-    return FoundBatch(inputs=tuple(sorted(found)))
+    of_batch, others = {arguments[i] for i in leading}, set(range(len(names))) - set(state) - set(unbatched)
+    unread = {i: 0 for i in _unread(closed) & others if shapes[i][:1] == (rows,) and arguments[i] in of_batch}
+    inside = {i: axis for i, axis in _carrying(dims, set(winners)).items() if i in others}
+    return _found({**inside, **unread, **leading})
+
+
+def _found(axes: Mapping[int, int]) -> FoundBatch:
+    return FoundBatch(inputs=tuple(sorted(axes)), axes=tuple(axis for _, axis in sorted(axes.items())))
+
+
+def _carrying(dims: StepDimensions, wanted: Collection[Dimension]) -> dict[int, int]:
+    """Return where inputs have one of some dimensions, of those that have them once."""
+    places = {i: [axis for axis, d in enumerate(value) if d and d in wanted] for i, value in enumerate(dims.inputs)}
+    return {i: axes[0] for i, axes in places.items() if len(axes) == 1}
+
+
+def _leading(dims: StepDimensions, number: int) -> int:
+    """Return the first axis of an input that no loop goes along in order; 0 if there is none."""
+    value = dims.inputs[number]
+    return next((axis for axis, d in enumerate(value) if not d or set(d) - dims.rounds), 0)
 
 
 def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collection[int]) -> dict[Dimension, list[int]]:
-    """The first dimensions that may be examples, and the inputs that have them."""
+    """The dimensions that may be examples, and the inputs that have them first, or behind those of loops."""
     of_state = {f for i in state for factors in dims.inputs[i] for f in factors}
     carriers: dict[Dimension, list[int]] = {}
     for i, value in enumerate(dims.inputs):
@@ -81,10 +108,10 @@ def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collectio
             i not in state
             and i not in unbatched
             and value
-            and of_state.isdisjoint(value[0])
-            and set(value[0]) - dims.rounds
+            and of_state.isdisjoint(first := value[_leading(dims, i)])
+            and set(first) - dims.rounds
         ):
-            carriers.setdefault(value[0], []).append(i)
+            carriers.setdefault(first, []).append(i)
     ends = {f for value in dims.outputs for factors in value for f in factors}
     ends.update(f for r in dims.reductions if r.kind == "reduce" for f in r.reduced)
     sliced = {f for r in dims.reductions if r.kind == "slice" for f in r.reduced}
@@ -108,7 +135,7 @@ def _outlasts(dims: StepDimensions, one: Dimension, other: Dimension) -> bool:
 
 
 def _stands_inside(dims: StepDimensions, inner: Dimension, outer: Dimension) -> bool:
-    values = (*dims.inputs, *dims.outputs)
+    values = (*(value[_leading(dims, i) :] for i, value in enumerate(dims.inputs)), *dims.outputs)
     return any(value[0] == outer and inner in value[1:] for value in values if value)
 
 
@@ -118,11 +145,12 @@ def _unread(closed: jc.ClosedJaxpr) -> set[int]:
     return {i for i, v in enumerate(jaxpr.invars) if v not in read}
 
 
-def _readings(closed: jc.ClosedJaxpr, names: Sequence[str], readings: Sequence[Sequence[int]]) -> str:
-    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
-
+def _readings(
+    shapes: Sequence[Sequence[int]], names: Sequence[str], axes: Mapping[int, int], readings: Sequence[Sequence[int]]
+) -> str:
     def one(carriers: Sequence[int]) -> str:
         named = ", ".join(names[i] for i in carriers[:_NAMED]) + (", ..." if len(carriers) > _NAMED else "")
-        return f"the first axis of {named} ({shapes[carriers[0]][0]} rows)"
+        first, axis = carriers[0], axes[carriers[0]]
+        return f"the {'first axis' if axis == 0 else f'axis {axis}'} of {named} ({shapes[first][axis]} rows)"
 
     return f"its batch may be {' or '.join(map(one, readings))}"

@@ -106,8 +106,13 @@ class Trace:
 
     @property
     def batch_inputs(self) -> tuple[int, ...]:
-        """The numbers of the inputs that carry the batch, on their first axis."""
+        """The numbers of the inputs that carry the batch."""
         return self.batch.inputs
+
+    @cached_property
+    def batch_axes(self) -> Mapping[int, int]:
+        """For every input that carries the batch the axis along which the examples are."""
+        return dict(zip(self.batch.inputs, self.batch.axes, strict=True))
 
     @property
     def undonated_state(self) -> tuple[int, ...]:
@@ -174,7 +179,8 @@ class Trace:
     @property
     def num_rows(self) -> int:
         """The number of examples in the batch."""
-        return self.inputs[self.batch_inputs[0]].aval.shape[0]
+        number = self.batch_inputs[0]
+        return self.inputs[number].aval.shape[self.batch_axes[number]]
 
     @property
     def no_other_batch_because(self) -> str:
@@ -221,6 +227,7 @@ def trace_step(
     batch_inputs: Sequence[int] | None,
     donated_inputs: Sequence[int],
     unbatched_inputs: Collection[int] = (),
+    batch_axes: Mapping[int, int] | None = None,
     keeps_inputs: bool = False,
 ) -> Trace:
     """Trace `flat_step(*leaves)`, which returns any pytree, or `Returned`.
@@ -228,9 +235,10 @@ def trace_step(
     With `keeps_inputs` what it returns of its inputs as they are is no output of the program.
 
     `batch_inputs` is the user's word on what carries the batch; None: it is found, outside of `unbatched_inputs`.
+    `batch_axes` are the axes of those that do not carry it on their first one.
     """
     avals = [leaf.aval for leaf in leaves]
-    given = [i for i in batch_inputs or () if i not in unbatched_inputs]
+    given = {i: 0 for i in batch_inputs or () if i not in unbatched_inputs} | checked_axes(leaves, batch_axes or {})
     _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
     closed, host_results = results_on_devices(transfers_by_memory(normalize_step(closed)))
@@ -252,11 +260,12 @@ def trace_step(
             [leaf.argument for leaf in leaves],
             state=set(state.values()),
             unbatched=unbatched_inputs,
+            given_axes=given,
         )
         if not batch.inputs and not batch.ambiguous:
             batch = _batch_of_one(flat_step, leaves, {*state.values(), *unbatched_inputs}) or batch
     else:
-        batch = FoundBatch(inputs=tuple(given))
+        batch = FoundBatch(inputs=tuple(sorted(given)), axes=tuple(axis for _, axis in sorted(given.items())))
         state = _whole_subtrees(leaves, outputs, replaced, batch.inputs)
     trace = Trace(
         name=name,
@@ -316,25 +325,40 @@ def _batch_of_one(flat_step: Callable[..., Any], leaves: Sequence[Leaf], others:
     if not of_one:
         return None
     try:
-        closed = normalize_step(jax.make_jaxpr(flat_step)(*_with_rows([leaf.aval for leaf in leaves], of_one, 2)))
+        avals = _with_rows([leaf.aval for leaf in leaves], dict.fromkeys(of_one, 0), 2)
+        closed = normalize_step(jax.make_jaxpr(flat_step)(*avals))
     # Whatever the user's own code raises where one of them is no batch, and has to stay as it is.
     except Exception:
         return None
     names, arguments = [leaf.name for leaf in leaves], [leaf.argument for leaf in leaves]
     found = find_batch(closed, names, arguments, state=others)
-    return found if found.inputs and of_one.issuperset(found.inputs) else None
+    return found if found.inputs and of_one.issuperset(found.inputs) and not any(found.axes) else None
 
 
-def _with_rows(avals: Sequence[Any], batch: Collection[int], rows: int) -> list[Any]:
-    """Return the types of the inputs of a step on so many rows."""
-    return [
-        jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
-        for i, a in enumerate(avals)
-    ]
+def _with_rows(avals: Sequence[Any], axes: Mapping[int, int], rows: int) -> list[Any]:
+    """Return the types of the inputs of a step on so many rows, along these axes."""
+
+    def at(a: Any, axis: int) -> jax.ShapeDtypeStruct:
+        shape = (*a.shape[:axis], rows, *a.shape[axis + 1 :])
+        return jax.ShapeDtypeStruct(shape, a.dtype, weak_type=a.weak_type)
+
+    return [at(a, axes[i]) if i in axes else a for i, a in enumerate(avals)]
 
 
-def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
-    sizes = {leaves[i].name: leaves[i].aval.shape[:1] for i in batch_inputs}
+def checked_axes(leaves: Sequence[Leaf], axes: Mapping[int, int]) -> dict[int, int]:
+    """Return axes counted from the first one. Raises `InvalidArgument` for one that an input does not have."""
+    for i, axis in axes.items():
+        shape = list(leaves[i].aval.shape)
+        if not -len(shape) <= axis < len(shape):
+            raise InvalidArgument(
+                f"batch_axes has the batch on axis {axis} of {leaves[i].name}, whose shape is {shape}. Name an axis "
+                "that it has, counted from 0."
+            )
+    return {i: axis % leaves[i].aval.ndim for i, axis in axes.items()}
+
+
+def _check_batch(leaves: Sequence[Leaf], axes: Mapping[int, int]) -> None:
+    sizes = {leaves[i].name: leaves[i].aval.shape[axis : axis + 1] for i, axis in axes.items()}
     for name, size in sizes.items():
         if not size:
             raise InvalidArgument(
@@ -345,12 +369,13 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
         listed = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
         raise InvalidArgument(
             f"Batch inputs have different batch sizes ({listed}); one size is required on the first axis of all of "
-            "them. Name only the arguments that carry the batch in batch_argnums, and inputs without it in unbatched."
+            "them. Name only the arguments that carry the batch in batch_argnums, inputs without it in unbatched, and "
+            "those that have it on another axis in batch_axes."
         )
 
 
 def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
-    avals = _with_rows([leaf.aval for leaf in trace.inputs], trace.batch_inputs, rows)
+    avals = _with_rows([leaf.aval for leaf in trace.inputs], trace.batch_axes, rows)
     try:
         closed = transfers_by_memory(normalize_step(jax.make_jaxpr(trace.flat_step)(*avals)))
         twin = number_stages(results_on_devices(closed)[0])

@@ -62,11 +62,11 @@ def lower(
     graph: StageGraph,
     plan: Plan,
     *,
-    leaf_sizes: Mapping[int, int],
+    num_rows: int,
     donated_leaves: Iterable[int],
     on_paper: bool = False,
 ) -> Program:
-    """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten.
+    """The program. `num_rows` are the examples of the batch; `donated_leaves` may be overwritten.
 
     What executables of several devices compute is left out `on_paper`.
 
@@ -74,17 +74,15 @@ def lower(
     """
     given, host_leaves = set(donated_leaves), replaced_on_host(graph, plan)
     # What is brought to the devices is the step's own there.
-    program = _lower(graph, plan, leaf_sizes, given | set(host_leaves), on_paper)
+    program = _lower(graph, plan, num_rows, given | set(host_leaves), on_paper)
     waiting = waiting_values(graph, plan.host_values)
     return keep_on_host(program, host_leaves, given, waiting) if host_leaves or waiting else program
 
 
-def _lower(
-    graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated_leaves: set[int], on_paper: bool
-) -> Program:
+def _lower(graph: StageGraph, plan: Plan, num_rows: int, donated_leaves: set[int], on_paper: bool) -> Program:
     meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
     calls = _ordered_calls(graph, plan, meshes)
-    inputs = list(_program_inputs(graph, meshes, leaf_sizes))
+    inputs = list(_program_inputs(graph, meshes, num_rows))
     overwritable = {(i.mesh, i.value) for i in inputs if i.leaf in donated_leaves and i.window is None}
     overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
     lent = {(i.mesh, i.value) for i in inputs} - overwritable
@@ -190,19 +188,17 @@ def _call(emitted: EmittedTask, microbatch: int | None) -> _Call:
 # --- what comes in and what goes out ------------------------------------------------------------------------
 
 
-def _program_inputs(graph: StageGraph, meshes: Sequence[int], leaf_sizes: Mapping[int, int]) -> Iterable[Input]:
+def _program_inputs(graph: StageGraph, meshes: Sequence[int], num_rows: int) -> Iterable[Input]:
     for spec in graph.inputs:
         used = list(dict.fromkeys(meshes[s] for s in spec.stages))
         if spec.kind == "whole" and spec.owned:
             used = used[:1]  # other meshes receive a copy from the owner's
         for mesh in used:
             own = sorted({m for s in spec.stages if meshes[s] == mesh for m in graph.microbatches_of(s)})
-            yield from _placed(spec, mesh, own, graph.num_microbatches, leaf_sizes)
+            yield from _placed(spec, mesh, own, graph.num_microbatches, num_rows)
 
 
-def _placed(
-    spec: GraphInput, mesh: int, own: Sequence[int], count: int, leaf_sizes: Mapping[int, int]
-) -> Iterable[Input]:
+def _placed(spec: GraphInput, mesh: int, own: Sequence[int], count: int, num_rows: int) -> Iterable[Input]:
     if spec.kind == "index":
         for m in own:
             yield Input(leaf=None, mesh=mesh, value=instance(spec.value, m), constant=m)
@@ -210,8 +206,7 @@ def _placed(
         window = None if spec.start is None or spec.stop is None else Window(axis=0, start=spec.start, stop=spec.stop)
         yield Input(leaf=spec.leaf, mesh=mesh, value=spec.value, window=window)
     else:
-        assert spec.leaf is not None
-        size = leaf_sizes[spec.leaf] // count
+        size = num_rows // count
         for m in own:
             window = None if count == 1 else Window(axis=spec.axis, start=m * size, stop=(m + 1) * size)
             yield Input(leaf=spec.leaf, mesh=mesh, value=instance(spec.value, m), window=window)

@@ -86,7 +86,7 @@ def _of_kinds(
     trace: Trace, closed: jc.ClosedJaxpr, constraints: Constraints, allowed: AllowedSplits, mesh: LogicalMesh
 ) -> Constraints:
     """The constraints of the user, and within them the kinds of parallelism that are allowed."""
-    dims = step_kinds(closed, trace.batch_inputs)
+    dims = step_kinds(closed, trace.batch_axes)
 
     def kept(given: Layouts, leaves: Sequence[Leaf], kinds: Sequence[ValueKinds], what: str) -> Layouts:
         every = {
@@ -134,8 +134,8 @@ def _usual_inputs(trace: Trace, mesh: LogicalMesh) -> Layouts:
     layouts: Layouts = {}
     for i, leaf in enumerate(trace.inputs):
         shape = tuple(leaf.aval.shape)
-        if i in trace.batch_inputs:
-            layouts[i] = (batch_layout(shape, 0, mesh),)
+        if i in trace.batch_axes:
+            layouts[i] = (batch_layout(shape, trace.batch_axes[i], mesh),)
         elif not below_split_size(leaf.aval):
             layouts[i] = (replicated(len(shape)),)
     return layouts
@@ -143,7 +143,7 @@ def _usual_inputs(trace: Trace, mesh: LogicalMesh) -> Layouts:
 
 def _usual_results(trace: Trace, mesh: LogicalMesh) -> Layouts:
     """Return the layouts of results: along the axis "data" if one may have a row for each example, or whole."""
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
+    rows = trace.num_rows if trace.batch_inputs else None
     return {
         number: usual_result(tuple(leaf.aval.shape), rows, mesh)
         for number, leaf in enumerate(trace.outputs)

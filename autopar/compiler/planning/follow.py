@@ -121,13 +121,12 @@ def _rows(window: Window | None) -> Rows:
 
 def _recognized(trace: Trace, theirs: Trace, places: Sequence[_Places]) -> dict[int, int]:
     """Return by number which inputs of the step that is followed the inputs of a step are."""
-    batch = set(theirs.batch_inputs)
     kinds: dict[Any, list[int]] = {}
     for number, leaf in enumerate(theirs.inputs):
-        kinds.setdefault(_kind(leaf, number in batch), []).append(number)
+        kinds.setdefault(_kind(leaf, theirs.batch_axes.get(number)), []).append(number)
     recognized: dict[int, int] = {}
     for i, leaf in enumerate(trace.inputs):
-        alike = kinds.get(_kind(leaf, i in trace.batch_inputs), [])
+        alike = kinds.get(_kind(leaf, trace.batch_axes.get(i)), [])
         meeting = {number: common_ending(leaf.name, theirs.inputs[number].name) for number in alike}
         most = max(meeting.values(), default=0)
         best = [number for number in alike if meeting[number] == most]
@@ -140,9 +139,9 @@ def _recognized(trace: Trace, theirs: Trace, places: Sequence[_Places]) -> dict[
     return recognized
 
 
-def _kind(leaf: Leaf, is_batch: bool) -> Any:
-    shape = tuple(leaf.aval.shape)
-    return (is_batch, shape[1:] if is_batch else shape, leaf.aval.dtype)
+def _kind(leaf: Leaf, batch_axis: int | None) -> Any:
+    sizes = tuple(size for axis, size in enumerate(leaf.aval.shape) if axis != batch_axis)
+    return (batch_axis, sizes, leaf.aval.dtype)
 
 
 def _ambiguous(trace: Trace, theirs: Trace, leaf: Leaf, best: Sequence[int]) -> InvalidArgument:

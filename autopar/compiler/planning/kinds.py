@@ -15,7 +15,7 @@ tried, so that allowing more kinds never loses a plan. Everything else is left t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -125,15 +125,15 @@ def within_kinds(
     )
 
 
-def graph_kinds(graph: StageGraph, batch_leaves: Collection[int]) -> Mapping[str, ValueKinds]:
+def graph_kinds(graph: StageGraph, batch_axes: Mapping[int, int]) -> Mapping[str, ValueKinds]:
     """Return the kinds of the dimensions of the values between the tasks of a stage graph."""
     whole = [i for i in graph.inputs if i.kind == "whole"]
     added = [a for task in graph.tasks for a in task.accumulations]
     found = program_kinds(
         [(task.jaxpr, task.inputs, task.outputs) for task in graph.tasks],
         examples=[(i.value, i.axis) for i in graph.inputs if i.kind == "microbatch"]
-        + [(i.value, 0) for i in whole if i.leaf in batch_leaves],
-        state=[i.value for i in whole if i.leaf not in batch_leaves],
+        + [(i.value, batch_axes[i.leaf]) for i in whole if i.leaf is not None and i.leaf in batch_axes],
+        state=[i.value for i in whole if i.leaf not in batch_axes],
         joined=[(a.operand, a.result) for a in added if a.kind != "concatenate"],
     )
     # What the microbatches make of their examples stands behind each other.

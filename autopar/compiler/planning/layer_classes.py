@@ -184,7 +184,7 @@ def find_layers(
     classes: dict[Hashable, LayerClass] = {}
     numbers: dict[Hashable, int] = {}
     class_of: list[int] = []
-    kinds, on_host = graph_kinds(graph, trace.batch_inputs) if by_kinds else {}, offered_state(graph) if offload else ()
+    kinds, on_host = graph_kinds(graph, trace.batch_axes) if by_kinds else {}, offered_state(graph) if offload else ()
     for layer in every_layer:
         one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins, kinds, on_host)
         classes.setdefault(one.key, one)

@@ -247,7 +247,7 @@ def _allowed(
     specs, searched = specified_inputs(trace, stages.specs), stages.layouts == "search"
     allowed: dict[str, tuple[Layout, ...]] = {}
     if not specs and not searched:
-        rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
+        rows = trace.num_rows if trace.batch_inputs else None
         for out in graph.outputs:
             if out.value is not None and out.replaces is None and not below_split_size(graph.values[out.value]):
                 allowed[out.value] = usual_result(graph.values[out.value].shape, rows, mesh)

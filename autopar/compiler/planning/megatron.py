@@ -111,7 +111,7 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
             f"Megatron must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
             f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else 0
+    rows = trace.num_rows if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
         raise InvalidArgument(
             f"Each of {method.num_microbatches} microbatches has {rows // method.num_microbatches} of the {rows} "
@@ -156,7 +156,7 @@ def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_micro
 
 def _has_one_example(trace: Trace, num_microbatches: int) -> bool:
     """Return whether no value of a microbatch has examples to divide: one of two examples may have other equations."""
-    return any(trace.inputs[i].aval.shape[:1] == (num_microbatches,) for i in trace.batch_inputs)
+    return bool(trace.batch_inputs) and trace.num_rows == num_microbatches
 
 
 def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:
@@ -165,7 +165,7 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
     if count == 1:
         assert trace.at_other_batch is not None
         return _prepared(replace(trace, jaxpr=trace.at_other_batch), method, pieces, 1)
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    rows = trace.num_rows
     # Mostly the same for all counts, so that it is prepared once for several plans.
     return _prepared(trace, method, pieces, next(n for n in range(2, rows + 1) if n != count and rows % n == 0))
 

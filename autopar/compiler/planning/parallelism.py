@@ -61,12 +61,12 @@ def parallelism_constraints(
             inputs[i] = tuple(
                 layout
                 for layout in layouts
-                if _input_allowed(layout, method, mesh, i in trace.batch_inputs, i in used, i in experts)
+                if _input_allowed(layout, method, mesh, trace.batch_axes.get(i), i in used, i in experts)
             )
             if not inputs[i]:
                 raise InvalidArgument(
                     f"{type(method).__name__} splits the batch over all {mesh.num_devices} devices, and {leaf.name} "
-                    f"has {leaf.aval.shape[0]} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
+                    f"has {trace.num_rows} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
                 )
 
     every_axis = frozenset(range(len(mesh.shape)))
@@ -87,7 +87,7 @@ def _input_allowed(
     layout: Layout,
     method: Zero | TensorParallel | ExpertParallel,
     mesh: LogicalMesh,
-    is_batch: bool,
+    batch_axis: int | None,
     in_model: bool,
     is_expert: bool,
 ) -> bool:
@@ -95,9 +95,9 @@ def _input_allowed(
     everything = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)
     match method:
         case TensorParallel():
-            return whole or not is_batch
-        case _ if is_batch:
-            return layout.dims[0] == everything
+            return whole or batch_axis is None
+        case _ if batch_axis is not None:
+            return layout.dims[batch_axis] == everything
         case Zero(stage=stage):
             return whole or stage == 3 or not in_model
         case ExpertParallel():

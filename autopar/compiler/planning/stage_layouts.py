@@ -221,7 +221,7 @@ def stage_shardings(
     The slowest stages are the first, since the others wait for them. Raises `StagesTooSlow` as soon as some of them
     `are_too_slow`.
     """
-    kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
+    kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_axes)
     each: list[tuple[_StageInputs, _EquivalentStages]] = []
     for number, stage in enumerate(stages):
         inputs = _stage_inputs(problem, graph, kinds, plan, number, stage, timing)

@@ -112,7 +112,7 @@ def words(value):
 def test_dimensions_are_of_the_kinds_of_what_they_meet(model):
     loss, params, batch, wanted = MODELS[model]
     trace = autopar.parallelize(step_of(loss)).trace(params, batch).trace
-    found = step_kinds(trace.jaxpr, trace.batch_inputs)
+    found = step_kinds(trace.jaxpr, trace.batch_axes)
     kinds = {leaf.name: words(value) for leaf, value in zip(trace.inputs, found.inputs, strict=True)}
     assert {name: kinds[name] for name in wanted} == wanted
 
@@ -120,7 +120,7 @@ def test_dimensions_are_of_the_kinds_of_what_they_meet(model):
 def test_what_is_made_inside_has_kinds_as_well():
     loss, params, batch, _ = MODELS["transformer"]
     trace = autopar.parallelize(step_of(loss)).trace(params, batch).trace
-    found = step_kinds(trace.jaxpr, trace.batch_inputs)
+    found = step_kinds(trace.jaxpr, trace.batch_axes)
     made = [v for eqn in jc.all_equations(trace.jaxpr) for v in eqn.outvars if v.aval.ndim == 4]
     assert (DATA, TENSOR, LENGTHS, LENGTHS) in {words(value) for v in made for value in found.of(v)}
     assert all(found.of(v) for eqn in trace.jaxpr.jaxpr.eqns for v in eqn.outvars)
@@ -137,7 +137,7 @@ def test_stages_have_the_kinds_of_the_whole_step(num_microbatches):
     params = [array(WIDTH, WIDTH), array(WIDTH, WIDTH)]
     planned = autopar.parallelize(step_of(loss), method=method).trace(params, array(ROWS, WIDTH)).plan()
     graph = autopar.compiler.passes.cut_step(planned.trace, planned.plan)
-    named = graph_kinds(graph, planned.trace.batch_inputs)
+    named = graph_kinds(graph, planned.trace.batch_axes)
     crossing = {words(named[name]) for name in graph.crossing if len(graph.values[name].shape) == 2}
     assert crossing == {(DATA, TENSOR)}
     for stage in range(2):

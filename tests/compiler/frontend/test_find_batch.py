@@ -202,7 +202,7 @@ FOUND = {
     "batch statistics": (batch_normalized, ({"params": PARAMS, "mean": zeros(16)}, X, Y), ["x", "y"]),
     "accumulated in the step": (accumulated, (PARAMS, X, Y), ["x", "y"]),
     "a loop over time": (recurrent, (PARAMS, zeros(ROWS, 5, WIDTH), zeros(ROWS, 16)), ["x", "start"]),
-    "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), []),
+    "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), ["x", "y"]),
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
@@ -284,6 +284,97 @@ def test_two_readings_are_named_with_their_inputs():
 )
 def test_the_user_has_the_last_word(options, names):
     assert batch_of(autopar.parallelize(two_sizes, **options).trace(*TWO_SIZES).trace) == names
+
+
+TIME = 5
+CELL = {"in": zeros(WIDTH, 16), "h": zeros(16, 16), "out": zeros(16, CLASSES)}
+
+
+def in_time(p, x, y):
+    """A step of a in_time model on sequences `[time, examples, features]`."""
+
+    def of_params(p):
+        def after(h, x):
+            h = jnp.tanh(x @ p["in"] + h @ p["h"])
+            return h, h @ p["out"]
+
+        return jnp.mean((jax.lax.scan(after, jnp.zeros((x.shape[1], 16)), x)[1] - y) ** 2)
+
+    return updated(p, of_params)
+
+
+def attending(p, x, mask):
+    """The same without a loop: nothing but the user tells time from examples."""
+
+    def of_params(p):
+        h = jnp.tanh(x @ p["in"])
+        seen = jax.nn.softmax(jnp.einsum("tbh,sbh->bts", h @ p["h"], h))
+        return jnp.mean((jnp.einsum("bts,sbh->tbh", seen, h) @ p["out"]) ** 2 * mask[..., None])
+
+    return updated(p, of_params)
+
+
+SEQUENCES = zeros(TIME, ROWS, WIDTH)
+BEHIND = {
+    "time goes first": (in_time, (CELL, SEQUENCES, zeros(TIME, ROWS, CLASSES)), {}, {"x": 1, "y": 1}),
+    "labels of examples": (in_time, (CELL, SEQUENCES, zeros(ROWS, CLASSES)), {}, {"x": 1, "y": 0}),
+    "a word on one": (attending, (CELL, SEQUENCES, zeros(TIME, ROWS)), {"batch_axes": {"x": 1}}, {"x": 1, "mask": 1}),
+    "counted from the end": (attending, (CELL, SEQUENCES, zeros(ROWS)), {"batch_axes": {"x": -2}}, {"x": 1, "mask": 0}),
+    "with arguments": (
+        attending,
+        (CELL, SEQUENCES, zeros(TIME, ROWS)),
+        {"batch_argnums": (1, 2), "batch_axes": {"x|mask": 1}},
+        {"x": 1, "mask": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "args", "options", "axes"), BEHIND.values(), ids=BEHIND)
+def test_the_batch_is_on_another_axis(step, args, options, axes):
+    trace = autopar.parallelize(step, **options).trace(*args).trace
+    assert {trace.inputs[i].name: axis for i, axis in trace.batch_axes.items()} == axes
+    assert trace.num_rows == ROWS
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.DataParallel(),
+        autopar.DataParallel(num_microbatches=2),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+        autopar.Megatron(data=2),
+        autopar.Zero(),
+        autopar.Auto(),
+    ],
+    ids=lambda method: f"{type(method).__name__}, {method.num_microbatches}",
+)
+def test_examples_on_the_second_axis_are_divided_with_equal_results(method):
+    keys = iter(jax.random.split(jax.random.key(0), 10))
+    for step, (_, x, y), options, _ in (BEHIND["time goes first"], BEHIND["a word on one"]):
+        args = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape), (CELL, x, y))
+        parallel = autopar.parallelize(step, method=method, devices=jax.devices()[:2], **options)
+        got, want = parallel(*args), jax.jit(step)(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+        if method == autopar.DataParallel():
+            plan = parallel.all_compiled()[-1].plan
+            assert plan.input_specs["x"] == jax.sharding.PartitionSpec(None, "data")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_axes": {"tokens": 1}}, r"batch_axes has the pattern 'tokens', which finds no input"),
+        ({"batch_axes": {"x": 3}}, r"the batch on axis 3 of x, whose shape is \[5, 8, 6\]. Name an axis that it has"),
+        (
+            {"batch_axes": {"x": 1}, "unbatched": "x"},
+            "x has a batch by batch_axes and none by unbatched. Name it in one",
+        ),
+        ({"batch_axes": {"x": 1, "mask": 0}}, r"different batch sizes \(x: 8, mask: 5\).*another axis in batch_axes"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(options, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        autopar.parallelize(attending, **options).trace(CELL, SEQUENCES, zeros(TIME, ROWS))
 
 
 def test_a_search_does_without_a_batch():
