@@ -31,11 +31,12 @@ MOST_ROUNDS = 16
 
 
 def unroll_training_loops(trace: Trace) -> Trace:
-    """The same step, with equal results, without short loops and conditions around gradients.
+    """The same step, with equal results, without short loops and conditions around gradients; all stay if one has to.
 
     Plans name the step as it was traced, so the fingerprint stays.
     """
-    if not any(_is_unrolled(eqn) for eqn in trace.jaxpr.jaxpr.eqns):
+    training = list(filter(_trains, trace.jaxpr.jaxpr.eqns))
+    if not training or not all(map(_is_unrolled, training)):
         return trace
     same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
     changed: dict[str, Any] = {"jaxpr": _unrolled(trace.jaxpr), "traced": trace}
@@ -72,7 +73,7 @@ def without_gradient(trace: Trace, num_stages: int) -> InvalidArgument:
 def refuse_whole_training(trace: Trace, wanted: str) -> None:
     """Raise `Unsupported` if an unrolled step has its gradient in an equation: its line, and why it was left whole."""
     for eqn in trace.jaxpr.jaxpr.eqns:
-        if _trains(eqn):
+        if _trains(eqn) and not _is_unrolled(eqn):
             inside = "a condition" if eqn.primitive.name == "cond" else "a loop"
             raise Unsupported(
                 f"{wanted} were asked for, and {trace.name} takes its gradient in {inside}, {jc.describe(eqn)}. "

@@ -6,10 +6,12 @@ and `params.py`, the gate to the parameters of equations.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -234,7 +236,7 @@ class SourcePlace(NamedTuple):
     def source_info(self, eqn: JaxprEqn) -> Any:
         """Return the name stack and line of an equation here; for one of a jitted library function, the caller's."""
         own = eqn.source_info
-        traceback = own.traceback if self.traceback is None or source_line(eqn) else self.traceback
+        traceback = own.traceback if self.traceback is None or _is_users(own.traceback) else self.traceback
         if not self.name_stack.stack and traceback is own.traceback:
             return own
         return source_info_util.SourceInfo(traceback, self.name_stack + own.name_stack)
@@ -257,6 +259,10 @@ class SourcePlace(NamedTuple):
         info = self.source_info(eqn)
         return JaxprEqn(operands, results, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
 
+
+_AUTOPAR = str(Path(__file__).parents[2])
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+"""Stands in the paths of packages that were installed."""
 
 NOWHERE = SourcePlace(source_info_util.NameStack(), None)
 """The place of equations that are written down as they are."""
@@ -324,9 +330,38 @@ def place_of(eqn: JaxprEqn) -> Hashable:
 
 
 def describe(eqn: JaxprEqn) -> str:
-    """An equation in an error message: primitive, result, and the user's line."""
+    """An equation in an error message: primitive, result, the user's line, and that of the package which that calls."""
     results = ", ".join(v.aval.str_short() for v in eqn.outvars)
-    return f"`{eqn.primitive.name}` -> {results} at {source_line(eqn)}"
+    own, written = _users_line(eqn), source_line(eqn)
+    return f"`{eqn.primitive.name}` -> {results} at {written if own is None else f'{own}, by {_in_package(written)}'}"
+
+
+def _users_line(eqn: JaxprEqn) -> str | None:
+    """Return the innermost line of the step outside of installed packages; None if it is `source_line`, or missing."""
+    frames = list(_inside_of_step(eqn.source_info.traceback))
+    own = next((frame for frame in frames if _is_own(frame)), None)
+    if own is None or own is frames[0]:
+        return None
+    return f"{own.file_name}:{own.start_line}:{own.start_column} ({own.function_name})"
+
+
+@lru_cache(maxsize=4096)
+def _is_users(traceback: Any) -> bool:
+    """Return whether an equation was made by a line of the step that is in no installed package."""
+    return any(map(_is_own, _inside_of_step(traceback)))
+
+
+def _inside_of_step(traceback: Any) -> Iterator[Any]:
+    frames = source_info_util.user_frames(traceback)
+    return itertools.takewhile(lambda frame: not frame.file_name.startswith(_AUTOPAR), frames)
+
+
+def _is_own(frame: Any) -> bool:
+    return _INSTALLED.search(frame.file_name) is None
+
+
+def _in_package(line: str) -> str:
+    return _INSTALLED.split(line)[-1]
 
 
 def is_on_host(v: Any) -> bool:

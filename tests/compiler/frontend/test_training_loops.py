@@ -108,6 +108,15 @@ def test_a_condition_of_which_two_branches_train_is_refused():
             step.trace(mlp_params(2), mlp_batch()).plan()
 
 
+def test_a_condition_stays_beside_a_loop_that_has_to():
+    def train_step(params, batch):
+        return until(guarded(params, batch)[0], batch)
+
+    step = autopar.parallelize(train_step, method=two_stages(), devices=jax.devices()[:2])
+    with pytest.raises(Unsupported, match=r"in a loop, `while`.*at most 16 iterations"):
+        step.trace(mlp_params(2), mlp_batch()).plan()
+
+
 def until(params, batch):
     return jax.lax.while_loop(lambda c: c[1] > 0.1, lambda c: mlp_step(c[0], batch), (params, jnp.float32(1)))
 
