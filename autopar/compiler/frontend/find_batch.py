@@ -68,6 +68,9 @@ def find_batch(
     winners = [d for d in carriers if not any(_outlasts(dims, other, d) for other in carriers if other != d)]
     if len(winners) > 1:  # one array may be the state: a result has just its dimensions
         winners = [d for d in winners if any(dims.inputs[i] not in dims.outputs for i in carriers[d])] or winners
+    if len(winners) > 1:  # what stands beside parameters is one, as one that only a penalty reads
+        beside = {arguments[i] for d in carriers if d not in winners for i in carriers[d]}
+        winners = [d for d in winners if any(arguments[i] not in beside for i in carriers[d])] or winners
     if unbatched and dims.differentiated:  # the data are left out, so what a result replaces is no batch in their place
         winners = [d for d in winners if any(dims.inputs[i] not in dims.outputs for i in carriers[d])]
     if not winners:

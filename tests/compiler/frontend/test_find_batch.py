@@ -120,6 +120,10 @@ def recurrent(params, x, start):
     return updated(params, of_params)
 
 
+def penalized(params, x, y):
+    return {"loss": loss(params, x, y) + 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))}
+
+
 def steps_of_training(params, x, y):
     return jax.lax.scan(lambda p, part: updated(p, lambda p: loss(p, *part)), params, (x, y))
 
@@ -202,6 +206,7 @@ FOUND = {
     "batch statistics": (batch_normalized, ({"params": PARAMS, "mean": zeros(16)}, X, Y), ["x", "y"]),
     "accumulated in the step": (accumulated, (PARAMS, X, Y), ["x", "y"]),
     "a loop over time": (recurrent, (PARAMS, zeros(ROWS, 5, WIDTH), zeros(ROWS, 16)), ["x", "start"]),
+    "parameters that only a penalty reads": (penalized, ({**PARAMS, "unused": zeros(16, 2)}, X, Y), ["x", "y"]),
     "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), ["x", "y"]),
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
