@@ -36,7 +36,7 @@ from autopar.compiler.analysis.revision import Planning, Price
 from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
-from autopar.compiler.frontend.trace import Returned, Trace
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
@@ -112,13 +112,12 @@ class Compiled:
     def on_one_device(self) -> FunctionOnOneDevice | None:
         """Return the step as a function that JAX can trace, if its arguments and results are arrays on one device."""
         target, call = self.source.target, self.source.call
-        result = self.trace.result(self.trace.inputs, self.trace.outputs)
         if (
             target.session is not None
             or target.check_finite
             or call.static
             or call.static_leaves
-            or isinstance(result, Returned)
+            or self.trace.returns_more
         ):
             return None
         return function_on_one_device(self.program, target.live_devices())

@@ -295,6 +295,32 @@ def test_lists_strings_and_numbers_of_numpy_are_taken_for_options():
     assert autopar.Auto(memory=np.float32(0.5)).memory == 0.5
 
 
+@jax.tree_util.register_pytree_node_class
+class Scale:
+    """A node that takes nothing but arrays, as scales of losses in packages of mixed precision."""
+
+    def __init__(self, value):
+        jax.eval_shape(lambda: value)  # raises for what is no array
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_node_that_takes_only_arrays_is_returned(count):
+    def step(scale, x):
+        return Scale(scale.value * 2), jnp.sum(x * scale.value)
+
+    args = Scale(jnp.float32(3)), jnp.arange(8.0)
+    scale, total = autopar.parallelize(step, method=autopar.DataParallel(), devices=jax.devices()[:count])(*args)
+    assert (float(scale.value), float(total)) == (6.0, 84.0)
+
+
 WRONG = {
     "number as a string": ({"batch_argnums": "1"}, "batch_argnums is '1'. Give the number"),
     "truth value as a number": ({"donate_argnums": True}, "donate_argnums is True. Give the number"),

@@ -100,6 +100,12 @@ class Trace:
         return jax.tree.unflatten(self.out_tree, every)
 
     @property
+    def returns_more(self) -> bool:
+        """Return whether there is more to the result than arrays. Nodes of the user's may take no others as leaves."""
+        node = self.out_tree.node_data()
+        return node is not None and node[0] is Returned
+
+    @property
     def host_state(self) -> tuple[str, ...]:
         """The names of the inputs that the step replaces by results on the host, and that therefore live there."""
         return tuple(self.inputs[self.state_outputs[o]].name for o in self.host_results if o in self.state_outputs)
