@@ -38,6 +38,7 @@ from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
 from autopar.compiler.planning.one_mesh import memory_limit
@@ -433,19 +434,7 @@ class Planned:
         """
         cluster = cluster or self.source.target.devices_planned_for()
         check_devices(self.plan, cluster)
-        program = self._on_paper
-        priced = price_plan(self.trace, self.plan, program, cluster=cluster)
-        work = step_work(self.trace)
-        return simulate_plan(
-            program,
-            priced,
-            cluster,
-            inputs=input_parts(self.trace),
-            model_flops=work.flops,
-            dtype=work.dtype,
-            examples=work.examples,
-            tokens=work.tokens,
-        )
+        return _simulated(self.trace, self.plan, self._on_paper, cluster)
 
     def parts(self, cluster: Cluster | None = None) -> StepParts:
         """Return what the simulated step is made of, along its critical path. `cluster` and errors as of `simulate`."""
@@ -585,17 +574,17 @@ class Traced:
         target = self.source.target
         cluster = target.devices_planned_for()
         trace = self.trace.reducing_in(None if isinstance(asked, Followed) else as_reduce_dtype(asked.reduce_dtype))
-
         last: dict[int, tuple[Plan, SimulationReport]] = {}  # the one whose time and memory are asked for in turn
 
-        def report(plan: Plan) -> SimulationReport:
+        def report(plan: Plan, graph: StageGraph | None = None) -> SimulationReport:
             if id(plan) not in last:
                 last.clear()
-                last[id(plan)] = plan, Planned(plan=plan, trace=trace, source=self.source).simulate(cluster)
+                on_paper = passes.lower_step(trace, plan, on_paper=True, graph=graph)
+                last[id(plan)] = plan, _simulated(trace, plan, on_paper, cluster)
             return last[id(plan)][1]
 
-        def step_s(plan: Plan) -> float:
-            check_hosts(report(plan), trace.name)
+        def step_s(plan: Plan, graph: StageGraph | None = None) -> float:
+            check_hosts(report(plan, graph), trace.name)
             return report(plan).step_time_s
 
         def peak_bytes(plan: Plan) -> list[int]:
@@ -673,6 +662,21 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.trace)
+
+
+def _simulated(trace: Trace, plan: Plan, program: Program, cluster: Cluster) -> SimulationReport:
+    """Return the simulation of a step by its plan, lowered."""
+    priced, work = price_plan(trace, plan, program, cluster=cluster), step_work(trace)
+    return simulate_plan(
+        program,
+        priced,
+        cluster,
+        inputs=input_parts(trace),
+        model_flops=work.flops,
+        dtype=work.dtype,
+        examples=work.examples,
+        tokens=work.tokens,
+    )
 
 
 def _with_options(method: Method | Plan | Followed | None, options: Mapping[str, Any]) -> Method | Plan | None:

@@ -20,6 +20,7 @@ import autopar
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
 from autopar.compiler.planning.search import Simulated, search_plan
 from autopar.compiler.planning.stage_problem import StageProblem
@@ -39,7 +40,7 @@ def ablated_plan(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto,
     def report(plan: Plan) -> SimulationReport:
         return traced.plan(plan).simulate(cluster)
 
-    def step_s(plan: Plan) -> float:
+    def step_s(plan: Plan, graph: StageGraph | None = None) -> float:
         return report(plan).step_time_s
 
     def peak_bytes(plan: Plan) -> list[int]:

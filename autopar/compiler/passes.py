@@ -145,18 +145,18 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 
 
 @collector_paused()
-def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
+def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False, graph: StageGraph | None = None) -> Program:
     """Return the program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order.
 
     `on_paper` it is for who simulates: what executables of several devices compute is not written down, and the program
-    is verified when it is lowered to run.
+    is verified when it is lowered to run. `graph` is what `cut_step` gives, for who has it.
     """
     check_callbacks(trace, plan)
     check_state_on_host(trace, plan)
     if plan.is_single_program:
         program = single_program(trace, plan, on_paper=on_paper)
     else:
-        graph, donated = cut_step(trace, plan), trace.donated_inputs
+        graph, donated = graph or cut_step(trace, plan), trace.donated_inputs
         rows = trace.num_rows if trace.batch_inputs else 1
         program = lower(graph, plan, num_rows=rows, donated_leaves=donated, on_paper=on_paper)
     if on_paper:

@@ -130,15 +130,16 @@ class _Stage:
         received = received_seconds(graph, plan, number, planning.cluster)
         return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
 
-    def charges(self, sharding: MeshSharding | None, multiplier: float, within: bool) -> dict[str, float]:
-        """Return the seconds of each byte of a value, received or in memory, beside the times of a known sharding."""
+    def charges(self, mesh: MeshPlan, multiplier: float, within: bool) -> dict[str, float]:
+        """Return the seconds of each byte of a value, received or in memory, beside the times of a planned mesh."""
+        sharding = mesh.sharding
         assert sharding is not None
         stage = self.constrained
         seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
         for task in stage.tasks:
             seconds[task.phase] += sharding.times[task.name].total_s
         cost = StageCost(forward_s=seconds["forward"], backward_s=seconds["backward"], update_s=seconds["update"])
-        charged = memory_charges(stage.layer, cost, multiplier, within=within)
+        charged = memory_charges(stage.layer, cost, multiplier, len(mesh.devices), within=within)
         names = {**stage.received, **charged}
         return {name: stage.received.get(name, 0.0) + charged.get(name, 0.0) for name in names}
 
@@ -362,7 +363,7 @@ def _within_memory(planning: Planning, stages: Mapping[int, _Stage], with_prices
         return first
     tried: list[Received] = []
     for price in STAGE_PRICES[1:]:
-        charged = {n: stage.charges(first.meshes[n].sharding, *price) for n, stage in stages.items()}
+        charged = {n: stage.charges(first.meshes[n], *price) for n, stage in stages.items()}
         if charged in tried:  # stages that keep nothing within a task have no price for it
             continue
         tried.append(charged)

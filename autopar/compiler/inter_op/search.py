@@ -16,7 +16,7 @@ one is optimal among the submeshes that were given. Stopped earlier, the lowest 
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, pairwise
@@ -66,7 +66,7 @@ class StageSearch:
 
     best: Partition
     lower_bound_s: float  # no partition into the given submeshes takes less by the schedule's formula
-    runners_up: tuple[Partition, ...]  # fastest first; not necessarily the next best ones
+    runners_up: tuple[Partition, ...]  # not necessarily the next best ones
     num_explored: int  # labels
 
     @property
@@ -147,12 +147,14 @@ def search_stages(
     below_s: float = math.inf,
     top: int = 5,
     can_place: Placeable = lambda submeshes: True,
+    is_known: Callable[[Partition], bool] = lambda partition: True,
 ) -> StageSearch:
     """Return the partition that takes the least time; raise `MemoryTooSmall` or `InvalidArgument` if there is none.
 
     In a cluster of several groups, `num_devices` and `memory_bytes` are by group, and every submesh is of one of them.
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
+    Runners-up are those that are known well enough, as `is_known` says: the `top` fastest, and as many elsewhere.
     Neither `time_limit_s` nor `most_labels`, which is work, ends the search before there is a partition, as there is no
     answer without one: then the bound is that of what is left. Nor does it end before that where none takes less than
     `below_s`: then any is returned, and a bound that is no lower.
@@ -189,9 +191,27 @@ def search_stages(
     return StageSearch(
         best=partitions[0],
         lower_bound_s=min(lower_s, state.not_placed_s, best_s),
-        runners_up=tuple(partitions[1 : 1 + top]),
+        runners_up=_runners_up(partitions[0], filter(is_known, partitions[1:]), top),
         num_explored=state.num_labels,
     )
+
+
+def _runners_up(best: Partition, others: Iterable[Partition], top: int) -> tuple[Partition, ...]:
+    """Return the `top` fastest of others, and as many of the fastest on other submeshes than those before.
+
+    What stages take as a whole depends on their submeshes more than on where layers are cut.
+    """
+    fastest: list[Partition] = []
+    elsewhere: list[Partition] = []
+    met = {tuple(stage.submesh for stage in best.stages)}
+    for each in others:
+        submeshes = tuple(stage.submesh for stage in each.stages)
+        if len(fastest) < top:
+            fastest.append(each)
+        elif submeshes not in met and len(elsewhere) < top:
+            elsewhere.append(each)
+        met.add(submeshes)
+    return (*fastest, *elsewhere)
 
 
 def _run(state: _State) -> float:

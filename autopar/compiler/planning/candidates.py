@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,8 @@ _FORMULA_SHARE = 0.95
 """Share of the time by a schedule's formula that unequal stages rarely undercut when they are simulated."""
 _HIDDEN_SHARE = 0.6
 """Share of the other stages' time for one microbatch that the slowest hides if it is first; formulas add all of it."""
+_ROOM_OF_ONE = 1.5
+"""Multiple of the memory that one microbatch may need by the layers of several, as if all were in proportion."""
 _NUM_RUNNERS_UP = 5
 """The next best stages by a schedule's formula that are simulated."""
 
@@ -89,7 +91,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
     if problem.hardware.is_mixed:
         least_s = _UNEQUAL_SHARE * _least_on_machines_s(problem, known, num_microbatches, like)
         return dict.fromkeys(range(1, known.num_layers + 1), least_s)
-    cluster = problem.cluster
+    cluster, room = problem.cluster, _ROOM_OF_ONE if num_microbatches == 1 else 1.0
     schedules = _schedules(problem, num_microbatches, known.num_layers)
     for remat in _remats(problem):
         if times_s and all(map(math.isfinite, times_s.values())):
@@ -108,7 +110,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     TabledCosts(table=partial(ranges.with_rows, factor=rows)),
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
-                    memory_bytes=problem.expected_bytes[cluster.group],
+                    memory_bytes=room * problem.expected_bytes[cluster.group],
                     top=_NUM_RUNNERS_UP if num_microbatches == 1 else 0,
                 )
                 times_s[count] = min(
@@ -345,11 +347,7 @@ def _candidates(
         for partition in [each for search in searches for each in (search.best, *search.runners_up)]:
             key = tuple((stage.start, stage.stop, stage.submesh) for stage in partition.stages)
             pointless = len(partition.stages) == 1 and timing.virtual_stages > 1 and not problem.offloads
-            if (
-                key not in found
-                and not pointless
-                and all(_is_estimated(ranges, stage) and _is_solved(stage) for stage in partition.stages)
-            ):
+            if key not in found and not pointless and _is_known(ranges, partition):
                 stages = tuple(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
                     for each in partition.stages
@@ -441,16 +439,19 @@ def solved_searches(
     stage, so that what is best lies between the two, and only the one without updates gives a bound. Raises `TimeIsUp`
     behind the problem's deadline.
     """
+    search = partial(
+        _partitioned, problem, ranges, timing, number, clusters, num_stages, is_known=partial(_is_known, ranges)
+    )
     while True:
         problem.check_time()
         limit_s = below_s / _formula_share(timing.num_microbatches, num_stages[0])
-        without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False, below_s=limit_s)
+        without = search(updates=False, below_s=limit_s)
         if without.best.step_time_s >= limit_s:
             return []
         if _solve_for(ranges, without.best):
             continue
         whole_s = without.best.step_time_s + max(stage.cost.update_s for stage in without.best.stages)
-        whole = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True, below_s=whole_s)
+        whole = search(updates=True, below_s=whole_s)
         searches = [without, whole] if whole.best.step_time_s < whole_s else [without]
         if not _solve_for(ranges, searches[-1].best):
             return searches
@@ -469,6 +470,11 @@ def _solve_for(ranges: RangeCosts, best: Partition) -> bool:
     ranges.solve(unsolved)
     ranges.solve_for_memory(short)
     return bool(unsolved or short)
+
+
+def _is_known(ranges: RangeCosts, partition: Partition) -> bool:
+    """Return whether the layouts of all layers of a partition are known."""
+    return all(_is_estimated(ranges, stage) and _is_solved(stage) for stage in partition.stages)
 
 
 def _is_solved(stage: Stage) -> bool:
@@ -526,10 +532,12 @@ def _partitioned(
     *,
     updates: bool,
     below_s: float = math.inf,
+    is_known: Callable[[Partition], bool] = lambda partition: True,
 ) -> StageSearch:
     """Return the best stages of any sizes on a part of every group, or so many of one size on all of the only one.
 
-    Without `updates` the step ends before them. If no stages take less than `below_s`, it is any stages.
+    Without `updates` the step ends before them. If no stages take less than `below_s`, it is any stages. Runners-up are
+    those that are known well enough, as `is_known` says.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
@@ -576,6 +584,7 @@ def _partitioned(
         below_s=below_s,
         top=_NUM_RUNNERS_UP,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
+        is_known=is_known,
     )
 
 

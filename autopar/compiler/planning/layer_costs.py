@@ -63,6 +63,8 @@ STAGE_PRICES = ((MEMORY_MULTIPLIERS[0], False), *itertools.product(MEMORY_MULTIP
 keep nothing so, and a stage may have the room."""
 SAVED_FOR_NOTHING = math.inf
 """The multiplier of layouts that are not solved for yet: the fastest ones, as if they needed the least memory."""
+_VERY_MANY_DEVICES = 64
+"""Devices of a mesh from which on prices of memory grow with their number."""
 _HARDLY_LONGER = 1 + 1e-6
 """Factor on the time of the fastest layouts, for those that save memory: where the fastest fit, they come first."""
 ESTIMATE_GAP = 0.01
@@ -152,7 +154,9 @@ class LayerCosts:
         layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
         charged = host_charges(layer, mesh_costs.machine)
         if choice.memory_multiplier:
-            charged |= memory_charges(layer, self.cost(number, mesh_costs, free), choice.memory_multiplier)
+            charged |= memory_charges(
+                layer, self.cost(number, mesh_costs, free), choice.memory_multiplier, mesh_costs.mesh.num_devices
+            )
         solved = self._choices_of(number, mesh_costs, free).best(
             charged,
             time_limit_s=self.time_limit_s,
@@ -351,11 +355,13 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
 
 
 def memory_charges(
-    layer: LayerClass, cost: StageCost, memory_multiplier: float, *, within: bool = False
+    layer: LayerClass, cost: StageCost, memory_multiplier: float, num_devices: int, *, within: bool = False
 ) -> dict[str, float]:
     """Return the seconds charged for each byte of a value: for all values whole, a multiple of the step's time.
 
-    Also of what forward tasks keep for the backward pass that they hold, if that is to cost as well.
+    On very many devices a multiple as much larger: there, even a part of a value that is on few of them is many times
+    what each would have of it. Also of what forward tasks keep for the backward pass that they hold, if that is to cost
+    as well.
     """
     types = layer.types
     times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
@@ -364,7 +370,8 @@ def memory_charges(
     weights |= {n: float(_TYPICAL_IN_FLIGHT) for n in layer.kept | layer.fed if n in types}
     whole = sum(weight * aval_bytes(types[name]) for name, weight in weights.items())
     weights |= {KEPT_WITHIN: 1.0} if within else {}
-    return {name: memory_multiplier * step_s * weight / whole for name, weight in weights.items()} if whole else {}
+    all_s = memory_multiplier * max(1.0, num_devices / _VERY_MANY_DEVICES) * step_s
+    return {name: all_s * weight / whole for name, weight in weights.items()} if whole else {}
 
 
 def host_charges(layer: LayerClass, machine: Machine) -> dict[str, float]:

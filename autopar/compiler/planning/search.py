@@ -25,10 +25,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Protocol
 
 from autopar.compiler.inter_op.submeshes import divides_as_well
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.candidates import microbatch_counts, stage_candidates
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
@@ -60,6 +62,8 @@ _LESS_MEMORY_SHARE = 0.97
 """Share of the time, by layers, of stages that need too much memory; those that need less memory rarely undercut it."""
 _WORTH_LOOKING = 0.999
 """Share of the best plan's time: what is unlikely to undercut it is not looked at, though the bound counts it."""
+_MUCH_LESS = 0.8
+"""Share of the time of the best plan: what takes no more leaves less to be looked at."""
 _LANES_SHARE = 0.9
 """Factor on the least multiple of their bound that lanes were found to take: others rarely take less."""
 _NOT_YET_CUT = 1.03
@@ -79,12 +83,19 @@ _CLOCK = 5
 """Multiple of the time limit, which counts work, after which the clock ends a search: a busy machine is as slow."""
 
 
+class StepSeconds(Protocol):
+    """The simulated seconds of a step by a plan, whose stages are cut already where `graph` is given."""
+
+    def __call__(self, plan: Plan, graph: StageGraph | None = None, /) -> float:
+        """Return the seconds. Raises `MemoryTooSmall` for what the hosts have no room for."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """The simulator: the seconds and the peak bytes of a plan."""
 
-    step_s: Callable[[Plan], float]
-    """Seconds of a step; `MemoryTooSmall` for what the hosts have no room for."""
+    step_s: StepSeconds
     peak_bytes: Callable[[Plan], Sequence[float]]
     """Peak bytes of a device, by mesh."""
 
@@ -270,7 +281,8 @@ class _Search:
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
         microbatches. On equal machines, the first stages that are found and faster than the best plan do not wait for
-        what regions may hold: they tell how much stages gain as a whole. Those that are no faster by their layers come
+        what regions may hold: they tell how much stages gain as a whole. Nor do others that are much faster, nor one
+        stage of a large step that may be, which takes little to look at. Those that are no faster by their layers come
         in the order of their devices, the most first: what they gain tells of stages on no more devices.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
@@ -280,10 +292,11 @@ class _Search:
                     return -1.0 if mixed else -3.0, likely_s
                 by_layers_s = max(likely_s, region.candidate.step_time_s)
                 teaches = not (self.learned.of_stages or mixed) and by_layers_s < self.best_s
+                at_once = teaches or self.gains_much(by_layers_s)
                 if by_layers_s >= self.best_s:
                     several = (each for each in region.candidate.stages if each.stop - each.start > 1)
                     return self.best_s, -max((each.submesh.num_devices for each in several), default=0), by_layers_s
-                return (0.0 if teaches else by_layers_s), 0.0, by_layers_s
+                return (0.0 if at_once else by_layers_s), 0.0, by_layers_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
@@ -294,6 +307,8 @@ class _Search:
                 return (math.inf,)  # what is found is completed before
             case Stages() if first and self.space.is_large and not mixed:
                 return -2.0, *self.space.rank(region)
+            case Stages(num_stages=(1, 1), attempt=0, searched=None) if self.gains_much(likely_s):
+                return -1.0, likely_s
             case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if self.space.is_large and mixed:
                 usual = min(microbatch_counts(self.space.cuttable), key=self.space.unusual)
                 return (-2.0, float(few)) if count == usual else (likely_s, self.space.unusual(count))
@@ -302,6 +317,11 @@ class _Search:
                 usual_s = region.by_others_s or (region.likely_s if self.layers_tell else region.even_s)
                 usual_s = max(usual_s, self.best_s if self.numbers.is_larger(region) else 0.0)
                 return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
+
+    def gains_much(self, seconds: float) -> bool:
+        """Return whether so many seconds are much less than the best plan takes, of a large step on equal machines."""
+        is_large = self.space.is_large and not self.space.problem.hardware.is_mixed
+        return is_large and seconds < _MUCH_LESS * self.best_s
 
     def likely_s(self, region: Region, least_s: Callable[[PipelineCandidate], float] | None = None) -> float:
         """Return the least seconds that a region's best plan is expected to take; `least_s` says it of candidates."""
@@ -560,7 +580,7 @@ class _Search:
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
             plan = sharded.plan
-            simulated_s = self.simulated.step_s(plan)
+            simulated_s = self.simulated.step_s(plan, sharded.graph)
             if sharded.gap > MAX_GAP and not region.estimated_s:
                 self.open.append(replace(region, estimated_s=(1 - sharded.gap) * simulated_s))
             self.learned.learn_simulated(candidate, simulated_s / sharded.step_time_s)

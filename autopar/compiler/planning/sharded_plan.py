@@ -13,6 +13,7 @@ from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import place_in_groups
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import with_offload
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stage_layouts import StageLayouts, stage_shardings, with_input_specs
 from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
@@ -36,6 +37,8 @@ class ShardedPlan:
     """Bytes that the devices of each mesh may use."""
     gap: float
     """The share of its time by which the best layouts of these stages may at most be faster."""
+    graph: StageGraph
+    """The stages as the plan cuts them."""
     make_plan: Callable[[], Plan]
 
     @cached_property
@@ -108,6 +111,7 @@ def shard_candidate(
         memory_bytes=memory_bytes,
         limits=limits,
         gap=max(each.gap for each in shardings),
+        graph=graph,
     )
 
 

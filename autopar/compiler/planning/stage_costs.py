@@ -528,14 +528,16 @@ class RangeCosts:
         """Return the costs of a layer on more devices with layouts that save memory, where these are solved for.
 
         There, each axis is no shorter and all devices have a part of a microbatch, so that what can be split on fewer
-        devices is likely to be split as much. That is no bound: of two prices of memory, neither has least of each.
+        devices is likely to be split as much. That is no bound, and tells a thorough search nothing: of two prices of
+        memory, neither has least of each.
         """
         problem, shape = self.problem, sorted(submesh_mesh(self.problem, submesh).shape)
         rows = problem.trace.num_rows // self.layers.num_microbatches
         on_more = [
             self._mesh_costs(more)
             for more in self.costs.saving
-            if more.group == submesh.group
+            if problem.method.effort != "thorough"
+            and more.group == submesh.group
             and more.num_devices > submesh.num_devices
             and rows % more.num_devices == 0
             and all(map(operator.le, shape, sorted(submesh_mesh(problem, more).shape)))

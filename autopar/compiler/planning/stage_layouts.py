@@ -141,7 +141,8 @@ def _best_within(
     for multiplier, within in _prices(choices)[1:]:
         if found.peak_bytes(stage.num_in_flight) <= stage.memory_bytes:
             break
-        charged = _added(stage.received, memory_charges(stage.layer, free, multiplier, within=within))
+        charges = memory_charges(stage.layer, free, multiplier, mesh_costs.mesh.num_devices, within=within)
+        charged = _added(stage.received, charges)
         best = choices.best(charged, time_limit_s=time_limit_s, cache_directory=cache_directory)
         found = stage_cost(stage.layer, best, mesh_costs)
     return best
@@ -341,7 +342,8 @@ class _EquivalentStages:
         if known is None or min(known.gap, known.asked_gap) > max_gap:
             charged = _added(inputs.received, host_charges(inputs.layer, inputs.mesh_costs.machine))
             if memory_multiplier:
-                mine = memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier, within=within)
+                num_devices = inputs.mesh_costs.mesh.num_devices
+                mine = memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier, num_devices, within=within)
                 charged = _added(charged, mine)
             solved = self.choices.best(
                 charged,

@@ -180,7 +180,9 @@ def test_partitions_are_what_they_say(seed) -> None:
         pytest.skip("no partition")
     result = search(problem, top=3)
     partitions = [result.best, *result.runners_up]
-    assert len(partitions) <= 4
+    assert len(partitions) <= 1 + 3 + 3
+    on = [tuple(stage.submesh for stage in each.stages) for each in partitions]
+    assert all(each not in on[:place] for place, each in enumerate(on) if place >= 1 + 3)
     times = [partition.step_time_s for partition in partitions]
     assert times == sorted(times)
     shapes = {tuple((s.start, s.stop, s.submesh) for s in partition.stages) for partition in partitions}
@@ -193,6 +195,14 @@ def test_partitions_are_what_they_say(seed) -> None:
         assert all(s.cost in problem["costs"][s.start, s.stop, s.submesh] for s in stages)
         transfers = [problem["transfers"][a.stop, a.submesh, b.submesh] for a, b in itertools.pairwise(stages)]
         assert partition.step_time_s == pytest.approx(time_of(problem, [s.cost for s in stages], transfers))
+
+
+def test_runners_up_are_those_that_are_known() -> None:
+    problem = random_problem(11) | {"memory_bytes": 1000, "max_stages": None}
+    every, known = search(problem), search(problem, is_known=lambda each: len(each.stages) == 2)
+    assert known.best == every.best
+    assert {len(each.stages) for each in every.runners_up} == {2, 3}
+    assert {len(each.stages) for each in known.runners_up} == {2}
 
 
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [("zero-bubble", 1), ("1f1b", 1), ("1f1b", 4)])

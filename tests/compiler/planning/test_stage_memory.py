@@ -169,7 +169,7 @@ def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_ha
     free = stage_cost(stage, choices.best({}), mesh_costs)
     gathered: list[float] = []
     for within in (False, True):
-        charges = memory_charges(stage, free, MEMORY_MULTIPLIERS[-1], within=within)
+        charges = memory_charges(stage, free, MEMORY_MULTIPLIERS[-1], mesh_costs.mesh.num_devices, within=within)
         memory = device_tasks(tasks, choices.best(charges), mesh_costs)[tasks[0].name].memory
         gathered.append(sum(part.nbytes for part in memory.parts if part.name == "all-gather"))
     matrix = 4 * WIDTH * 4 * WIDTH
