@@ -546,7 +546,8 @@ def _partitioned(
     transfer_s = partial(ranges.transfer_s, same_domain=True if near else None)
 
     def table(submesh: Submesh) -> RangeTable:
-        return ranges.table(submesh, _allowed_ranges(problem, ranges.layers, timing, num_stages, submesh))
+        found = ranges.table(submesh, _allowed_ranges(problem, ranges.layers, timing, num_stages, submesh))
+        return found if (share := problem.time_share(submesh)) == 1 else found.in_time(share)
 
     costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)

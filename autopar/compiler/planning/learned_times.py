@@ -25,6 +25,8 @@ _LARGER_SHARE = 0.95
 """Factor on the least share that stages were seen to take: those on more devices rarely take less than the product."""
 _OTHERS_SHARE = 0.97
 """Factor on the least share that steps were simulated to take: others rarely take less than the product."""
+_GAINED = 0.99
+"""Share of the time by their layers that stages take where it depends on their submeshes which are the best."""
 _NO_GAIN = 1.03
 """Largest multiple of the time by their layers that counts: what takes longer wants memory, where that is short."""
 SLACK = 0.995
@@ -151,6 +153,10 @@ class LearnedTimes:
         larger = [share for other, share in telling.items() if other.num_devices >= submesh.num_devices]
         least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
+
+    def gains(self, *, several: bool) -> bool:
+        """Return whether some stages took so much less than their layers that the best may be on other submeshes."""
+        return any(share < _GAINED for (_, of_several), share in self.on.items() if of_several == several)
 
     def simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the least share of the time by its stages as a whole that a plan is expected to take in simulation.

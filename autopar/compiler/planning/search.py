@@ -512,24 +512,26 @@ class _Search:
     def is_done(self, region: Stages) -> bool:
         """Close a region that was searched, if stages gain no more than they were taken to; return whether it is."""
         least_share, least_s = region.searched or (0.0, 0.0)
-        if self.learned.least_share < least_share:
+        if self.learned.least_share < least_share or self.learned.gains(several=region.num_microbatches > 1):
             return False
         self.open.remove(region)
         self.closed_s = min(self.closed_s, max(region.bound_s, least_s))
         return True
 
     def search_stages(self, region: Stages) -> None:
-        """Find the best stages of every schedule; at first only those that are so if they gain as much as usual."""
+        """Find the best stages of every schedule: at first if they gain as much as usual, then as others did."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         problem = replace(self.within_time(known.problem), share=region.share)
-        known = replace(known, problem=problem)
-        is_told = bool(self.learned.of_stages or region.searched) or problem.hardware.is_mixed
-        first = not is_told and problem.method.effort != "thorough"
+        thorough, mixed = problem.method.effort == "thorough", problem.hardware.is_mixed
+        first = not (self.learned.of_stages or region.searched or mixed or thorough)
         least_share = _USUAL_SHARE if first else self.learned.least_share
+        below_s = limit_s = self.best_s / least_share
+        if not (first or thorough) and self.learned.gains(several=count > 1):
+            expected = partial(self.learned.share_on, several=count > 1)
+            problem, limit_s = replace(problem, time_share=expected), self.best_s / _USUAL_SHARE
+        known, whole_share = replace(known, problem=problem), least_share if first else WHOLE_SHARE
         self.tried.add(count)
-        below_s = self.best_s / least_share
-        whole_share = least_share if first else WHOLE_SHARE
-        found = stage_candidates(problem, known, count, region.num_stages, below_s, whole_share)
+        found = stage_candidates(problem, known, count, region.num_stages, limit_s, whole_share)
         lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)])
         found.sort(key=lambda each: each.step_time_s)
         if first:

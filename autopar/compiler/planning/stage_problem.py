@@ -48,6 +48,8 @@ class StageProblem:
     """True if the plan will be compiled to see what it needs, and so may use all of its memory budget."""
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
+    time_share: Callable[[Submesh], float] = lambda submesh: 1.0
+    """The part of the time by a stage's layers that it is expected to take on a submesh."""
     deadline_s: float = math.inf
     """The seconds of `time.process_time()` until which it may be worked on."""
     cut: LayerCutter | None = None

@@ -137,6 +137,32 @@ def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
     assert LearnedTimes(on={(four, True): 0.97}).share_on(four, several=False) == 0.85
 
 
+def test_stages_that_gain_are_told_for_one_microbatch_and_for_several_apart():
+    four = Submesh(num_hosts=1, devices_per_host=4)
+    assert not LearnedTimes().gains(several=False)
+    learned = LearnedTimes(on={(four, True): 0.97, (four, False): 0.995})
+    assert learned.gains(several=True) and not learned.gains(several=False)
+
+
+def test_stages_are_found_by_what_they_take_as_a_whole(problem, candidates):
+    """Where stages on other submeshes gain much, these are the best."""
+    fastest = min(candidates, key=lambda each: each.step_time_s)
+    before = {stage.submesh for stage in fastest.stages}
+    gaining = dataclasses.replace(problem, time_share=lambda submesh: 1.0 if submesh in before else 0.25)
+    known = dataclasses.replace(KnownLayers.of(problem), problem=gaining)
+    found = stage_candidates(gaining, known, 1, (2, 3), math.inf)
+
+    def whole_s(candidate: PipelineCandidate) -> float:
+        shares = [gaining.time_share(stage.submesh) for stage in candidate.stages]
+        return candidate.simulate_s([s.cost.in_time(share) for s, share in zip(candidate.stages, shares, strict=True)])
+
+    best = min(found, key=whole_s)
+    assert not before & {stage.submesh for stage in best.stages}
+    assert whole_s(best) < whole_s(fastest) < best.step_time_s
+    # What a candidate says is by its layers all the same.
+    assert best.step_time_s == pytest.approx(best.simulate_s([stage.cost for stage in best.stages]))
+
+
 def test_one_device_without_layouts_tells_nothing_of_several():
     one, two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (1, 2, 4))
     learned = LearnedTimes(on={(one, True): 1.02})
