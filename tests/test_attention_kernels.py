@@ -14,7 +14,8 @@ import autopar
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import equation_flops
-from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
+from autopar.compiler.jaxprs.fusion import alone, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import ATTENTION
 from autopar.compiler.sharding.rule_lookup import sharding_rules
@@ -204,13 +205,13 @@ def test_seconds_and_bytes_are_shared_among_the_devices_that_split_it():
 def test_scores_do_not_pass_through_memory():
     forward, backward = kernels(public(), LONG, LONG, LONG)
     one, statistics = 2.0 * np.prod(LONG.shape), 4.0 * 8 * 16 * 8192
-    (whole, *_), mesh = strategies(forward, *sharding_rules([forward]), LINE), LINE
-    assert equation_bytes(forward, whole, mesh, alone(forward)) == 4 * one + statistics
+    (whole, *_) = strategies(forward, *sharding_rules([forward]), LINE)
+    assert equation_bytes(forward, whole, COSTS, alone(forward)) == 4 * one + statistics
     (whole, *_) = strategies(backward, *sharding_rules([backward]), LINE)
     # Sums of the gradients of queries in float32 are written as zeros, and read; the result, its gradient and these
     # gradients pass once more.
     passes = 2 * 2 * one + 3 * one
-    assert equation_bytes(backward, whole, mesh, alone(backward)) == 8 * one + statistics + passes
+    assert equation_bytes(backward, whole, COSTS, alone(backward)) == 8 * one + statistics + passes
 
 
 def test_kernels_read_copies_of_what_does_not_lie_as_they_read_it():

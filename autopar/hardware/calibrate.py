@@ -39,6 +39,7 @@ _NOT_MEASURED = (
     "exponentials", "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
     "fuses", "keeps_exponentials", "launch_s", "narrow_share", "unaligned_share", "compiler_share", "host_bandwidth",
     "host_memory_bytes", "channels_last", "gathers_outermost", "copies_state", "computes_narrower",
+    "chip_bytes", "cores",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -151,7 +151,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "product_workspace_bytes", "exponentials"),
-    *("hidden_share", "combined_bytes", "compiler_share", "dispatch_s", "launch_s", "execution_s"),
+    *("hidden_share", "combined_bytes", "chip_bytes", "compiler_share", "dispatch_s", "launch_s", "execution_s"),
     *("host_bandwidth", "host_memory_bytes", "concurrent_devices"),
 )
 _BY_TYPE = ("peak_flops", "matmul_share", "convolution_share")
@@ -170,6 +170,8 @@ _MAY_BE_LEFT_OUT = (
     "launch_s",
     "execution_s",
     "combined_bytes",
+    "chip_bytes",
+    "cores",
     "compiler_share",
     "channels_last",
     *_RULES[1:],
@@ -285,6 +287,10 @@ class Machine:
     those of other types have space innermost. What lies otherwise is copied."""
     combined_bytes: float = 30 * 2.0**20
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
+    chip_bytes: float = 0.0
+    """Memory on the chip in which XLA has arrays from one kernel to the next that reads them; 0: none."""
+    cores: int = 1
+    """Cores of a device that make a part each of what a product makes."""
     compiler_share: float = 0.0
     """The share of the memory that XLA plans with: where a program needs more, it computes some values again instead of
     keeping them; above 1 where JAX may take less than that of a device; 0: it does not."""
@@ -308,6 +314,7 @@ class Machine:
         """Raise `InvalidArgument` for figures that no machine has."""
         check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
         check_count(f"domain of {self.name!r}", self.domain)
+        check_count(f"cores of {self.name!r}", self.cores)
         if self.domain % self.devices_per_host and self.devices_per_host % self.domain:
             raise InvalidArgument(
                 f"domain of {self.name!r} is {self.domain} and a host has {self.devices_per_host} devices. A fast "

@@ -13,7 +13,8 @@ The bytes of a fused kernel are those at its border: each of its equations pays 
 read, and for the results that leave the kernel (`jaxprs.fusion`). Kernels with reductions reach a share of the memory
 bandwidth, `reducing_share` of the machine. Transposed copies written in short pieces take as long as by
 `piece_bytes`. Where a kernel does more operations for a byte than the vector units can, its bytes take as much longer.
-Where a host launches each kernel, none takes less than that, `launch_s`.
+Where a host launches each kernel, none takes less than that, `launch_s`. What stays on the chip from one kernel to the
+next takes a share of the time (`jaxprs.reuse`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, product_flops_inside
 from autopar.compiler.jaxprs.fusion import Traffic
-from autopar.compiler.jaxprs.primitives import ATTENTION, DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
+from autopar.compiler.jaxprs.primitives import ATTENTION, CUTS, DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
+from autopar.compiler.jaxprs.reuse import NO_SPANS
 from autopar.compiler.jaxprs.strides import channel_bytes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
@@ -42,6 +44,9 @@ _FLOPS_PER_RANDOM_WORD = 100
 _LOADED_BYTES = 16
 # Numbers of 16 bits in a load.
 _LOADED = _LOADED_BYTES // 2
+_ON_CHIP = 1 / 22
+"""Time of bytes on the chip, in that of bytes in the device's memory: "VMEM bandwidth is around 22x higher than HBM
+bandwidth" (jax-ml/scaling-book tpus.md)."""
 
 
 class EquationWork(NamedTuple):
@@ -83,22 +88,25 @@ def equation_work(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, t
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
+        near = _beside_chip(eqn, operands, results, mesh_costs.machine, traffic, _ON_CHIP)
+        read, written = _once(operands, near.reads), _once(results, near.writes)
         copies = max(traffic.kernels - 1, 0.0), _copied(operands, results, traffic)
         rate = mesh_costs.machine.matmul_flops(_dtype_of_products(eqn))
         return _product_work(eqn, (flops, rate), strategy, (read, written), copies, mesh_costs)
     return _pass_work(eqn, operands, results, mesh_costs.machine, traffic)
 
 
-def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traffic: Traffic) -> float:
+def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> float:
     """Bytes of one equation that one device reads from its memory and writes there under a strategy."""
+    mesh = mesh_costs.mesh
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
+    near = _beside_chip(eqn, operands, results, mesh_costs.machine, traffic)
     if eqn.primitive.name in PRODUCTS | ATTENTION or eqn.primitive.name == "declared_rule":
         apart = 2 * sum(_masked_parts(eqn, strategy, mesh)) + _pass_bytes(eqn, strategy, mesh)
-        read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
+        read, written = _once(operands, near.reads), _once(results, near.writes)
         return float(read + written + apart + _copied(operands, results, traffic))
-    return float(_moved(eqn, operands, results, traffic))
+    return float(_moved(eqn, operands, results, near))
 
 
 def seconds_by_strategy(
@@ -110,7 +118,8 @@ def seconds_by_strategy(
     results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
     machine = mesh_costs.machine
     if (flops := _product_flops(eqn, machine)) is not None:
-        moved = (_once(operands, traffic.reads), _once(results, traffic.writes), _copied(operands, results, traffic))
+        near = _beside_chip(eqn, operands, results, machine, traffic, _ON_CHIP)
+        moved = (_once(operands, near.reads), _once(results, near.writes), _copied(operands, results, traffic))
         read, written, copied = ((np.zeros(len(strategies)) + each).tolist() for each in moved)
         copies, rate = max(traffic.kernels - 1, 0.0), machine.matmul_flops(_dtype_of_products(eqn))
         works = [
@@ -224,10 +233,12 @@ def _pass_work(
     if eqn.primitive.name in DRAWS:
         return EquationWork(0.0, other_s=machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD))
     nbytes = _moved(eqn, operands, results, traffic)
+    near = _beside_chip(eqn, operands, results, machine, traffic, _ON_CHIP)
+    moved = nbytes if near is traffic else _moved(eqn, operands, results, near)
     bandwidth = machine.memory_bandwidth * (machine.reducing_share if traffic.reduces else 1.0)
     return EquationWork(
         traffic.kernels,
-        memory_s=(nbytes + traffic.wasted * sum(results)) / bandwidth,
+        memory_s=(moved + traffic.wasted * sum(results)) / bandwidth,
         other_s=machine.vector_s(nbytes * traffic.flops_per_byte),
     )
 
@@ -242,14 +253,37 @@ def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: T
         return 2 * operands[1]
     written = sum(times * part for times, part in zip(traffic.writes, results, strict=True))
     read = [times * part for times, part in zip(traffic.reads, operands, strict=True)]
-    if name in ("gather", "dynamic_slice", "slice"):
+    if name in CUTS:
         read[0] = np.minimum(read[0], traffic.reads[0] * sum(results))
     return sum(read) + written
 
 
-def _once(arrays: Sequence[Any], times: Sequence[float]) -> Any:
+def _beside_chip(
+    eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic, share: float = 0.0
+) -> Traffic:
+    """Return the traffic with a share alone of what a device's chip has room for, by its parts of arrays.
+
+    What lies between two readings of an array is taken to be split as the array is.
+    """
+    if traffic.spans == NO_SPANS or not machine.chip_bytes:
+        return traffic
+
+    def scaled(times: Sequence[float], atoms: Sequence[Any], parts: list[Any], spans: Sequence[Sequence[float]]) -> Any:
+        for count, v, part, each in zip(times, atoms, parts, spans, strict=True):
+            room = machine.chip_bytes * aval_bytes(v.aval) / np.maximum(part, 1.0)
+            stays = sum((span <= room) * 1.0 for span in each) / max(len(each), 1)
+            yield count * (1 - (1 - share) * stays)
+
+    return traffic._replace(
+        reads=tuple(scaled(traffic.reads, eqn.invars, operands, traffic.spans.reads)),
+        writes=tuple(scaled(traffic.writes, eqn.outvars, results, traffic.spans.writes)),
+    )
+
+
+def _once(arrays: Sequence[Any], times: Sequence[Any]) -> Any:
     """Bytes of the arrays of a product that it reads or writes itself."""
-    return sum(min(count, 1.0) * part for count, part in zip(times, arrays, strict=True))
+    once = (count if isinstance(count, np.ndarray) else min(count, 1.0) for count in times)
+    return sum(count * part for count, part in zip(once, arrays, strict=True))
 
 
 def _copied(operands: list[Any], results: list[Any], traffic: Traffic) -> Any:

@@ -45,7 +45,8 @@ from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, Mesh
 from autopar.compiler.intra_op.state_copies import transposed_gradients
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.primitives import NESTED, WIDENING
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes, without_ones
 from autopar.compiler.sharding.replicated_values import free_results

@@ -30,7 +30,7 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,13 +43,15 @@ from autopar.compiler.jaxprs.fusion_kinds import (
     EXPONENTIALS,
     MANY_READERS,
     FusionKind,
+    FusionRules,
     extent,
     is_expensive,
     kind_beside_products,
     kind_of,
 )
 from autopar.compiler.jaxprs.joined import Joined
-from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, PRODUCTS
+from autopar.compiler.jaxprs.primitives import CUTS, DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
+from autopar.compiler.jaxprs.reuse import NO_SPANS, Spans, Touch, spans_of
 from autopar.compiler.jaxprs.strides import (
     Layouts,
     layouts_of,
@@ -58,7 +60,6 @@ from autopar.compiler.jaxprs.strides import (
     transposed_results,
     writings,
 )
-from autopar.hardware.machine import Machine
 
 _SUMS = ("add", "add_any")
 LONGEST_ROW = 16_384
@@ -67,34 +68,6 @@ _KEPT_FROM = 1.5
 """Bytes of computing a value again, in multiples of those of keeping it, from which it is kept: an estimate. Of 1 to 4,
 a Llama has bytes within 1 %, a Wide-ResNet 5."""
 _ERROR_FUNCTIONS = ("erf", "erfc")
-
-
-class FusionRules(NamedTuple):
-    """The fusions that a compiler does, as the fields of `Machine` of the same names say."""
-
-    product_sums: bool
-    """True if products write the sums of their results."""
-    fuses_products: bool = False
-    """True if products compute what they read, and what follows them."""
-    holds_rows: bool = False
-    """True if rows are reduced in one kernel with what follows; each reader computes exponentials again."""
-    keeps_exponentials: bool = False
-    """True if exponentials are kept all the same that more than two kernels read."""
-    transposes_operands: bool = False
-    """True if operands of products are transposed whose dimensions of one kind are not side by side."""
-    transposes_kernels: bool = False
-    """True if convolutions read copies of kernels that have space first."""
-    piece_bytes: float = 64.0
-    """Bytes that are written in the time of shorter pieces."""
-    erf_flops: float = 1.0
-    """Operations that error functions take for each number."""
-    fuses: bool = True
-    """True if equations are joined in kernels at all."""
-
-    @staticmethod
-    def of(machine: Machine) -> FusionRules:
-        """Return those of the compiler for a machine."""
-        return FusionRules(**{name: getattr(machine, name) for name in FusionRules._fields})
 
 
 class Traffic(NamedTuple):
@@ -114,6 +87,8 @@ class Traffic(NamedTuple):
     """True if its kernel, or one of them, has a reduction."""
     wasted: float = 0.0
     """Further times that memory takes the bytes of its results, as they are written in pieces that are too short."""
+    spans: Spans = NO_SPANS
+    """How much of a memory on the chip each of these takes; empty where there is none."""
 
 
 def alone(eqn: jc.JaxprEqn) -> Traffic:
@@ -188,6 +163,8 @@ def _of_content(jaxpr: jc.Jaxpr, stacks: Stacks | None, rules: FusionRules) -> t
 _END = -1
 """The number of a reader of what leaves the program; the readers below it write into stacks."""
 _Kernel = tuple[Hashable, ...]
+_Readings = dict[tuple[Any, _Kernel], tuple[int, int]]
+"""The first equation of a kernel that reads an array, and the operand that it is."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -450,10 +427,9 @@ class _Fusion:
 
     def _traffic(self) -> Iterator[Traffic]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""
-        groups = Joined()
-        eqns = self.jaxpr.eqns
+        groups, eqns = Joined(), self.jaxpr.eqns
         reads = [[0.0] * len(eqn.invars) for eqn in eqns]
-        seen: set[tuple[Any, _Kernel]] = set()
+        seen: _Readings = {}
         parts: dict[tuple[int, _Kernel], float] = {}
         for number, kernels in sorted(self.kernels.items()):
             if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
@@ -477,13 +453,12 @@ class _Fusion:
                     if joins:
                         groups.join((number, kernel), (v, kernel))
                     if (v, kernel) not in seen:
-                        seen.add((v, kernel))
+                        seen[v, kernel] = number, place
                         reads[number][place] += self._kept_share(v)
                         moved += aval_bytes(eqns[number].invars[place].aval)
                 parts[number, kernel] = moved
         work, nbytes = defaultdict[Any, float](float), defaultdict[Any, float](float)
-        results: Counter[Any] = Counter()
-        reducing: set[Any] = set()
+        results, reducing = Counter[Any](), set[Any]()
         for (number, kernel), moved in parts.items():
             group = groups.find((number, kernel))
             work[group] += self._flops(eqns[number])
@@ -496,6 +471,7 @@ class _Fusion:
         written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
         wasted = self._count_transposed(reads, more)
+        spans = self._spans(seen, parts, groups)
         for number in range(len(eqns)):
             among = [each for each in self.kernels.get(number, ()) if (number, each) in parts]
             mine = [groups.find((number, each)) for each in among]
@@ -508,7 +484,33 @@ class _Fusion:
                 kept=kept[number],
                 reduces=any(group in reducing for group in mine),
                 wasted=wasted[number],
+                spans=spans.get(number, NO_SPANS),
             )
+
+    def _spans(self, read: _Readings, parts: Iterable[tuple[int, _Kernel]], groups: Joined) -> dict[int, Spans]:
+        """Return the spans of equations, of arrays that are `read` and those that `parts` of kernels write."""
+        if not self.rules.chip_bytes:
+            return {}
+        eqns, last = self.jaxpr.eqns, {groups.find(part): part[0] for part in parts}
+        loops = {number for number, eqn in enumerate(eqns) if eqn.primitive.name in NESTED}
+        touches: list[Touch] = []
+        for (v, kernel), (number, place) in read.items():
+            if number in loops:
+                continue
+            nbytes = self._kept_share(v) * aval_bytes(v.aval)
+            if eqns[number].primitive.name in CUTS:
+                nbytes = min(nbytes, sum(_bytes(eqns[number].outvars)))
+            touches.append(Touch(last[groups.find((number, kernel))], v, nbytes, number, place))
+        for number, kernel in parts:
+            payer = self.ends.get(number, number)
+            if self._stores(number, kernel) and self.last.get(payer, payer) == number:
+                for place, v in enumerate(eqns[number].outvars):
+                    nbytes = self._kept_share(v) * aval_bytes(v.aval)
+                    touches.append(Touch(last[groups.find((number, kernel))], v, nbytes, payer, place, written=True))
+        leaving = {v for v, readers in self.readers.items() if any(r < 0 or r in loops for r in readers)}
+        of_cores = {n for n in range(len(eqns)) if self._is_product(n)} if self.rules.cores > 1 else set[int]()
+        parted = {touch.array for touch in touches if touch.written and touch.number in loops | of_cores}
+        return spans_of(eqns, touches, loops, leaving=leaving, parted=parted)
 
     def _stores(self, number: int, kernel: _Kernel) -> bool:
         """Return true for the kernel that writes the result of an equation to memory."""

@@ -1,16 +1,18 @@
 """How XLA treats an equation as it fuses: in its readers, apart, or in a kernel with a reduction.
 
 equation  ->  FusionKind; whether it rather keeps the result than computes it twice
+Machine   ->  FusionRules of its compiler
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.primitives import ARGUMENT_REDUCTIONS, ATTENTION, NESTED
+from autopar.hardware.machine import Machine
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
 
@@ -71,3 +73,35 @@ def extent(atoms: Any) -> int:
 def is_expensive(eqn: jc.JaxprEqn) -> bool:
     """Return whether XLA rather keeps the equation's result than computes it twice."""
     return eqn.primitive.name not in _CHEAP
+
+
+class FusionRules(NamedTuple):
+    """The fusions that a compiler does, as the fields of `Machine` of the same names say."""
+
+    product_sums: bool
+    """True if products write the sums of their results."""
+    fuses_products: bool = False
+    """True if products compute what they read, and what follows them."""
+    holds_rows: bool = False
+    """True if rows are reduced in one kernel with what follows; each reader computes exponentials again."""
+    keeps_exponentials: bool = False
+    """True if exponentials are kept all the same that more than two kernels read."""
+    transposes_operands: bool = False
+    """True if operands of products are transposed whose dimensions of one kind are not side by side."""
+    transposes_kernels: bool = False
+    """True if convolutions read copies of kernels that have space first."""
+    piece_bytes: float = 64.0
+    """Bytes that are written in the time of shorter pieces."""
+    erf_flops: float = 1.0
+    """Operations that error functions take for each number."""
+    fuses: bool = True
+    """True if equations are joined in kernels at all."""
+    chip_bytes: float = 0.0
+    """Memory on the chip that keeps arrays between kernels; 0: none."""
+    cores: int = 1
+    """Cores of a device, whose parts of a product meet in its memory."""
+
+    @staticmethod
+    def of(machine: Machine) -> FusionRules:
+        """Return those of the compiler for a machine."""
+        return FusionRules(**{name: getattr(machine, name) for name in FusionRules._fields})

@@ -26,6 +26,8 @@ RESHAPES = names("reshape squeeze expand_dims")
 """Primitives whose results have the same elements in the same order."""
 REORDERINGS = names("transpose rev")
 SLICINGS = names("slice dynamic_slice split unstack")
+CUTS = names("gather dynamic_slice slice")
+"""Primitives that read no more of an array than they make."""
 SPREADINGS = names("broadcast_in_dim tile")
 JOINS = names("concatenate stack")
 REARRANGEMENTS = LABELS | COPIES | RESHAPES | REORDERINGS | SLICINGS | SPREADINGS

@@ -20,8 +20,8 @@ from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import literal_key
-from autopar.compiler.jaxprs.fusion import LONGEST_ROW, FusionRules, alone, fused_traffic
-from autopar.compiler.jaxprs.fusion_kinds import EXPONENTIALS, is_expensive, kind_beside_products, kind_of
+from autopar.compiler.jaxprs.fusion import LONGEST_ROW, alone, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import EXPONENTIALS, FusionRules, is_expensive, kind_beside_products, kind_of
 from autopar.compiler.jaxprs.primitives import (
     ATTENTION,
     COMPRESSED_SUM,

@@ -40,7 +40,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.primitives import NESTED, REMAT
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.prepare import prepare
@@ -320,8 +321,10 @@ def _work_of_equations(
     It is the least whichever other equations a program has, or that in this one, `as_it_is`.
     """
     known = {} if known is None else known
-    at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
-    costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (machine, at_once)]
+    # Smaller microbatches need less of the memory on a chip.
+    priced = replace(machine, chip_bytes=_ENDLESS) if machine.chip_bytes and not as_it_is else machine
+    at_once = replace(priced, kernel_s=0.0, matmul_half_flops=0.0)
+    costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (priced, at_once)]
     found: list[Work] = []
     rules = FusionRules.of(machine)
     if not as_it_is:  # what crosses the border of a stage is laid out anew
@@ -358,6 +361,8 @@ def _work(eqn: jc.JaxprEqn, traffic: Traffic, costs: Sequence[MeshCosts]) -> Wor
     return Work(fixed_s=whole_s - divisible_s, divisible_s=divisible_s)
 
 
+_ENDLESS = 1e30
+"""Memory on a chip in which all stays that may."""
 _ONE_DEVICE = LogicalMesh(shape=(1,), axis_names=("data",))
 
 

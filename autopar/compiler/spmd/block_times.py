@@ -15,7 +15,8 @@ from autopar.compiler.costs.compute import EquationWork, equation_bytes, equatio
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import FusionRules, Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import STATE_COPIES, copied_bytes
 from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
@@ -80,11 +81,11 @@ def block_bytes(
 
     Those of collectives are not among them. `within` and `copied` are as in `block_work`.
     """
-    total, mesh, traffic = _state_bytes(copied, mesh_costs), mesh_costs.mesh, _traffic(block, mesh_costs, within)
+    total, traffic = _state_bytes(copied, mesh_costs), _traffic(block, mesh_costs, within)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
-                total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
+                total += equation_bytes(eqn, strategy, mesh_costs, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
                 total += taken(eqn) * trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
             case Reshard():

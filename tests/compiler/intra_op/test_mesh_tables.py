@@ -9,7 +9,8 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.intra_op.mesh_tables import MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
-from autopar.compiler.jaxprs.fusion import FusionRules, alone, fused_traffic
+from autopar.compiler.jaxprs.fusion import alone, fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.sharding.layout import all_layouts

@@ -7,7 +7,8 @@ import pytest
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import content_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import FusionRules, fused_traffic
+from autopar.compiler.jaxprs.fusion import fused_traffic
+from autopar.compiler.jaxprs.fusion_kinds import FusionRules
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.params import scan_of
 
