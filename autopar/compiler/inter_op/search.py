@@ -66,7 +66,7 @@ class StageSearch:
 
     best: Partition
     lower_bound_s: float  # no partition into the given submeshes takes less by the schedule's formula
-    runners_up: tuple[Partition, ...]  # not necessarily the next best ones
+    runners_up: tuple[Partition, ...]  # fastest first; not necessarily the next best ones
     num_explored: int  # labels
 
     @property
