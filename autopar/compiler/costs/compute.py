@@ -282,7 +282,7 @@ def _beside_chip(
 
 def _once(arrays: Sequence[Any], times: Sequence[Any]) -> Any:
     """Bytes of the arrays of a product that it reads or writes itself."""
-    once = (count if isinstance(count, np.ndarray) else min(count, 1.0) for count in times)
+    once = (np.minimum(count, 1.0) if isinstance(count, np.ndarray) else min(count, 1.0) for count in times)
     return sum(count * part for count, part in zip(once, arrays, strict=True))
 
 
