@@ -159,7 +159,7 @@ def simulated_times(
                     continue
                 candidate = _candidate(problem, ranges, parts, schedule, remats)
                 sharded = None if candidate is None else shard_candidate(problem, candidate)
-                if sharded is not None and sharded.peak_bytes <= sharded.memory_bytes:
+                if sharded is not None and sharded.fits:
                     fitting.append(remats)
                     words = f"{num_microbatches} x {schedule}: {parts}, computed again: {remats}"
                     yield traced.plan(sharded.plan).simulate().step_time_s, words

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import Stage, StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.virtual_stages import least_part
@@ -41,6 +41,21 @@ _ROUNDING = 1 - 1e-9
 """Factor on a bound: sums in another order may differ by as much."""
 
 
+class Place(NamedTuple):
+    """Where stages run and how: those that differ in it tell nothing of each other, but by the size of the submesh."""
+
+    submesh: Submesh
+    several: bool
+    """True if there are several microbatches, whose program is another one."""
+    saves: bool = False
+    """True if the layouts of their layers save memory."""
+
+    @classmethod
+    def of(cls, stage: Stage, num_microbatches: int) -> Place:
+        """Return the place of a stage."""
+        return cls(stage.submesh, num_microbatches > 1, stage.cost.choice.memory_multiplier > 0)
+
+
 class _Trade(NamedTuple):
     """The shares of their time by their layers that the microbatches and the update of a stage take as a whole."""
 
@@ -54,11 +69,17 @@ class _Trade(NamedTuple):
         return traded.in_time(min(1.0, most_s / own_s)) if own_s > 0 else traded
 
 
+class _Basis(NamedTuple):
+    """What tells of a stage: its cost by its layers or as a whole, and the share of it that it is expected to take."""
+
+    cost: StageCost
+    share: float
+
+
 class _Expected(NamedTuple):
     """The costs of a candidate's stages, what tells of them, and the seconds of a step with them."""
 
-    shares: tuple[float, ...]
-    """Of those by layers."""
+    bases: tuple[_Basis, ...]
     trades: tuple[_Trade | None, ...]
     costs: Sequence[StageCost]
     seconds: float
@@ -72,14 +93,12 @@ class LearnedTimes:
     """True if a device has room for all of the step, so that nothing takes longer for want of memory."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The least costs of stages as a whole that are known."""
-    of_stages: dict[object, float] = field(default_factory=dict[object, float])
-    """The share of their time by their layers that stages take as a whole, by stages, whatever their schedule."""
+    of_stages: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
+    """The same by stages, whatever their schedule."""
     trades: dict[object, _Trade] = field(default_factory=dict[object, _Trade])
     """The same of their microbatches and of their updates apart, whatever the number of microbatches."""
-    on: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
-    """The least such share that want of memory did not raise, by submesh and whether there were several microbatches.
-
-    One microbatch is another program than several, and tells nothing of them."""
+    on: dict[Place, float] = field(default_factory=dict[Place, float])
+    """The least such share that want of memory did not raise, by where stages run and how."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
@@ -96,13 +115,11 @@ class LearnedTimes:
         count = candidate.layers.num_microbatches
         for number, whole in sorted(costs.items()):
             key, stage = candidate.scheduled_otherwise[number], candidate.stages[number]
-            self.wholes[candidate.stage_keys[number]] = whole.in_time(1 - gap)
+            least = self.wholes[candidate.stage_keys[number]] = self.of_stages[key] = whole.in_time(1 - gap)
             if by_layers_s := stage.cost.step_s(count):
-                share = (1 - gap) * whole.step_s(count) / by_layers_s
-                self.of_stages[key] = share
-                self._learn_trade(candidate.whatever_microbatches[number], stage.cost, whole.in_time(1 - gap))
+                self._learn_trade(candidate.whatever_microbatches[number], stage.cost, least)
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
-                    self._learn_on((stage.submesh, count > 1), share)
+                    self._learn_on(Place.of(stage, count), least.step_s(count) / by_layers_s)
 
     def _learn_trade(self, key: object, by_layers: StageCost, whole: StageCost) -> None:
         if by_layers.step_s(1) > by_layers.update_s > 0:
@@ -120,7 +137,7 @@ class LearnedTimes:
         elif self.is_roomy and _has_layouts(candidate):
             self.steps.append(1.0)
         if len(candidate.stages) == 1:
-            self._learn_on((candidate.stages[0].submesh, candidate.layers.num_microbatches > 1), share)
+            self._learn_on(Place.of(candidate.stages[0], candidate.layers.num_microbatches), share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take.
@@ -133,19 +150,19 @@ class LearnedTimes:
             self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
             self.simulated[number] = min(share, self.simulated.get(number, share))
 
-    def _learn_on(self, place: tuple[Submesh, bool], share: float) -> None:
+    def _learn_on(self, place: Place, share: float) -> None:
         if share <= _NO_GAIN or self.is_roomy:
             self.on[place] = min(share, _NO_GAIN, self.on.get(place, share))
 
-    def share_on(self, submesh: Submesh, several: bool | None = None) -> float:
+    def share_on(self, submesh: Submesh, several: bool | None = None, *, saves: bool = False) -> float:
         """Return the least share of their time by their layers that stages on a submesh are expected to take.
 
         For `several` microbatches or for one; if it is not said, what was seen for either tells. On one device there
         are no layouts to gain by, so that stages there tell nothing of others.
         """
         seen: dict[Submesh, float] = {}
-        for (other, of_several), share in self.on.items():
-            if several in (None, of_several):
+        for (other, of_several, of_saving), share in self.on.items():
+            if several in (None, of_several) and saves == of_saving:
                 seen[other] = min(share, seen.get(other, share))
         if submesh in seen:
             return seen[submesh]
@@ -154,9 +171,12 @@ class LearnedTimes:
         least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
 
+    def _share_of(self, place: Place) -> float:
+        return self.share_on(place.submesh, place.several, saves=place.saves)
+
     def gains(self, *, several: bool) -> bool:
         """Return whether some stages took so much less than their layers that the best may be on other submeshes."""
-        return any(share < _GAINED for (_, of_several), share in self.on.items() if of_several == several)
+        return any(share < _GAINED for place, share in self.on.items() if place.several == several and not place.saves)
 
     def simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the least share of the time by its stages as a whole that a plan is expected to take in simulation.
@@ -194,10 +214,10 @@ class LearnedTimes:
 
     def least_s(self, candidate: PipelineCandidate) -> float:
         """Return the least seconds that a candidate is expected to take."""
-        shares, trades, last = self._shares(candidate), self._trades(candidate), self._last(candidate)
-        if last.shares != shares or last.trades != trades:
+        bases, trades, last = self._bases(candidate), self._trades(candidate), self._last(candidate)
+        if last.bases != bases or last.trades != trades:
             seconds = self._expected_s(candidate, {})
-            self.expected[candidate] = _Expected(shares, trades, self._costs(candidate, shares), seconds)
+            self.expected[candidate] = _Expected(bases, trades, _costs(bases), seconds)
         return self._slack(candidate) * self._last(candidate).seconds
 
     def least_with_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
@@ -206,27 +226,26 @@ class LearnedTimes:
 
     def _expected_s(self, candidate: PipelineCandidate, known: Mapping[int, StageCost]) -> float:
         """Return the same without slack: whether stages trade time of their updates or not, whichever is less."""
-        trades, ways = self._trades(candidate), [self._costs(candidate, self._shares(candidate))]
+        trades, ways = self._trades(candidate), [_costs(self._bases(candidate))]
         if any(trades):
             ways.append(_traded(candidate, trades, ways[0]))
         return min(candidate.simulate_s([known.get(n, cost) for n, cost in enumerate(costs)]) for costs in ways)
 
     def bound_s(self, candidate: PipelineCandidate) -> float:
         """Return a lower bound in seconds on `least_s`, from the last simulation of the candidate."""
-        shares, trades, last = self._shares(candidate), self._trades(candidate), self._last(candidate)
-        if last.shares == shares and last.trades == trades:
+        bases, trades, last = self._bases(candidate), self._trades(candidate), self._last(candidate)
+        if last.bases == bases and last.trades == trades:
             return self._slack(candidate) * last.seconds
         if candidate.hosts.shares or any(trades):
             return 0.0
-        part = least_part(self._costs(candidate, shares), last.costs, candidate.timing)
+        part = least_part(_costs(bases), last.costs, candidate.timing)
         return self._slack(candidate) * _ROUNDING * part * last.seconds
 
     def _last(self, candidate: PipelineCandidate) -> _Expected:
         """Return the last simulation of a candidate: by its layers, if nothing was learned before."""
         if candidate not in self.expected:
-            costs = [stage.cost for stage in candidate.stages]
-            ones, none = (1.0,) * len(costs), (None,) * len(costs)
-            self.expected[candidate] = _Expected(ones, none, costs, candidate.step_time_s)
+            bases = tuple(_Basis(stage.cost, 1.0) for stage in candidate.stages)
+            self.expected[candidate] = _Expected(bases, (None,) * len(bases), _costs(bases), candidate.step_time_s)
         return self.expected[candidate]
 
     def _slack(self, candidate: PipelineCandidate) -> float:
@@ -240,16 +259,16 @@ class LearnedTimes:
         seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
         return (1.0 if seen else _SIMULATED_SHARE) * self.simulated_share(candidate)
 
-    def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
-        """Return the share of its time by its layers that each stage is expected to take; 0 where its cost is known."""
+    def _bases(self, candidate: PipelineCandidate) -> tuple[_Basis, ...]:
+        """Return what tells of each stage: it as a whole, it by another schedule, or else its layers."""
         slack = SLACK * self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
-            0.0
+            _Basis(self.wholes[whole], 1.0)
             if whole in self.wholes
-            else slack * self.of_stages[key]
+            else _Basis(_split_as(stage.cost, self.of_stages[key]), slack)
             if key in self.of_stages
-            else slack * self.share_on(stage.submesh, candidate.layers.num_microbatches > 1)
+            else _Basis(stage.cost, slack * self._share_of(Place.of(stage, candidate.layers.num_microbatches)))
             for whole, key, stage in each
         )
 
@@ -258,9 +277,15 @@ class LearnedTimes:
         each = zip(candidate.whatever_microbatches, candidate.scheduled_otherwise, strict=True)
         return tuple(None if same in self.of_stages else self.trades.get(alike) for alike, same in each)
 
-    def _costs(self, candidate: PipelineCandidate, shares: Sequence[float]) -> list[StageCost]:
-        each = zip(candidate.stage_keys, candidate.stages, shares, strict=True)
-        return [self.wholes[key] if key in self.wholes else stage.cost.in_time(share) for key, stage, share in each]
+
+def _costs(bases: Sequence[_Basis]) -> list[StageCost]:
+    return [basis.cost.in_time(basis.share) for basis in bases]
+
+
+def _split_as(by_layers: StageCost, whole: StageCost) -> StageCost:
+    """Return the cost of a whole stage by a schedule in which its weight gradients take the share that layers take."""
+    share = by_layers.weight_s / by_layers.backward_s if by_layers.backward_s else 0.0
+    return replace(whole, weight_s=share * whole.backward_s)
 
 
 def _traded(
@@ -277,8 +302,3 @@ def _traded(
 def _has_layouts(candidate: PipelineCandidate) -> bool:
     """Return whether some stage of a candidate has several devices."""
     return any(stage.submesh.num_devices > 1 for stage in candidate.stages)
-
-
-def memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
-    """Return what tells by how much stages need more memory as a whole than by their layers."""
-    return len(candidate.stages), any(stage.cost.choice.remat for stage in candidate.stages)

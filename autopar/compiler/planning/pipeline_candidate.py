@@ -75,14 +75,14 @@ class PipelineCandidate:
         """The same for any number of microbatches: equal for stages whose layouts are likely to be alike."""
         return tuple((self.layers.cuts, *key[1:]) for key in self.stage_keys)
 
-    def peak_share(self, problem: StageProblem) -> float:
-        """Return the largest share of its memory that a device needs, by sums over layers (roomy: by what stays)."""
+    def peak_shares(self, problem: StageProblem) -> list[float]:
+        """Return by stage the share of its memory that a device needs, by sums over layers (roomy: by what stays)."""
         count = len(self.stages)
-        return max(
+        return [
             stage.cost.peak_bytes(self.timing.num_in_flight(stages_behind=count - 1 - number, num_stages=count))
             / problem.memory_of(stage.submesh)
             for number, stage in enumerate(self.stages)
-        )
+        ]
 
     @property
     def waiting_share(self) -> float:

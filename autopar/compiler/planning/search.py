@@ -35,8 +35,9 @@ from autopar.compiler.planning.candidates import microbatch_counts, stage_candid
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
+from autopar.compiler.planning.learned_memory import LearnedMemory
 from autopar.compiler.planning.learned_numbers import LearnedNumbers, ToldNumbers
-from autopar.compiler.planning.learned_times import SLACK, LearnedTimes, memory_kind
+from autopar.compiler.planning.learned_times import SLACK, LearnedTimes
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
@@ -172,11 +173,8 @@ class _Search:
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
     """The times of stages for some numbers of microbatches, learned from those that were searched."""
-    memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
-    """The largest share of the bytes that they need as a whole that stages need by their layers, if some did not fit.
-
-    By their number, and whether some are computed again.
-    """
+    memory: LearnedMemory
+    """Which stages have no room as a whole, learned from those that did not fit."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -188,7 +186,16 @@ class _Search:
         space = Space.of(problem)
         learned, regions = LearnedTimes(is_roomy=space.cuttable.is_roomy), list(space.regions)
         told = ToldNumbers(space=space)
-        return cls(space=space, simulated=simulated, deadline_s=deadline_s, told=told, open=regions, learned=learned)
+        memory = LearnedMemory(problem=space.cuttable)
+        return cls(
+            space=space,
+            simulated=simulated,
+            deadline_s=deadline_s,
+            told=told,
+            open=regions,
+            learned=learned,
+            memory=memory,
+        )
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
@@ -336,7 +343,7 @@ class _Search:
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
-        if self.needs_too_much(candidate):
+        if self.memory.share_too_small(candidate) is not None:
             return math.inf
         return max((least_s or self.learned.least_s)(candidate), region.region.bound_s)
 
@@ -574,7 +581,7 @@ class _Search:
             return
         self.learn_memory(region, sharded)
         self.learned.learn_stages(candidate, dict(enumerate(sharded.costs)), sharded.gap)
-        if sharded.peak_bytes <= sharded.memory_bytes:
+        if sharded.fits:
             best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
             least_s = best_share * sharded.step_time_s
             if least_s >= self.enough_s and problem.method.effort != "thorough":
@@ -587,26 +594,27 @@ class _Search:
                 self.open.append(replace(region, estimated_s=(1 - sharded.gap) * simulated_s))
             self.learned.learn_simulated(candidate, simulated_s / sharded.step_time_s)
             self.learned.learn_step(candidate, simulated_s)
-            sharded = sharded.needing(self.simulated.peak_bytes(plan))
-            if sharded.peak_bytes <= sharded.memory_bytes:
+            sharded = replace(sharded, peaks=tuple(self.simulated.peak_bytes(plan)))
+            if sharded.fits:
                 if simulated_s < self.best_s:
-                    is_short = sharded.peak_bytes > _MUCH_MEMORY * sharded.memory_bytes
+                    is_short = max(sharded.peak_shares) > _MUCH_MEMORY
                     self.numbers.short_below = candidate.layers.num_microbatches if is_short else 0
                 self.add(plan, str(candidate), simulated_s)
                 return
             self.learn_memory(region, sharded)
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
-        before = region.region
+        before, fullest = region.region, sharded.fullest
         if before.attempt + 1 < _ATTEMPTS:
-            most = candidate.peak_share(problem)
-            self.open = [each for each in self.open if not self.is_as_large(each, before, most)]
-            share = before.share * min(_NEXT_SHARE, sharded.memory_bytes / sharded.peak_bytes)
+            alike = [each for each in self.open if isinstance(each, Completion) and each.region is before]
+            large = [each for each in alike if self.memory.is_as_large(each.candidate, candidate, fullest)]
+            self.open = [each for each in self.open if each not in large]
+            share = before.share * min(_NEXT_SHARE, 1 / max(sharded.peak_shares))
             likely_s = max(before.likely_s, _LESS_MEMORY_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
         raise MemoryTooSmall(
-            f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
-            f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less.",
-            least_share=sharded.peak_bytes / sharded.memory_bytes,
+            f"The best stages need {sharded.peaks[fullest] / 2**30:.3g} GiB of a device with their layouts, and may "
+            f"use {sharded.limits[fullest] / 2**30:.3g} GiB; there are none that need less.",
+            least_share=max(sharded.peak_shares),
         )
 
     def are_too_slow(self, region: Completion, known: Mapping[int, StageLayouts]) -> bool:
@@ -630,26 +638,13 @@ class _Search:
         self.learned.learn_step(candidate, least_s)
         self.note(str(candidate), max(least_s, candidate.step_time_s))
 
-    def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
-        """Return whether a region completes stages of another one that need as large a share of the memory."""
-        if not isinstance(region, Completion) or region.region is not before:
-            return False
-        return region.candidate.peak_share(self.space.cuttable) >= share
-
-    def needs_too_much(self, candidate: PipelineCandidate) -> bool:
-        """Return whether a candidate is likely to need more memory as a whole than there is."""
-        return candidate.peak_share(self.space.cuttable) > self.memory_shares.get(memory_kind(candidate), 1.0)
-
     def learn_memory(self, done: Completion, sharded: ShardedPlan) -> None:
-        """Keep how much less such stages need by their layers than as a whole, once some did not fit.
+        """Keep how much more stages need as a whole than by their layers, once some did not fit.
 
         Those of other regions that are likely to need too much are searched for again, with as much less room.
         """
-        kind, whole = memory_kind(done.candidate), sharded.peak_bytes / sharded.memory_bytes
-        if whole <= 1 and kind not in self.memory_shares:
+        if not self.memory.learn(done.candidate, sharded.peak_shares):
             return
-        share = min(1.0, done.candidate.peak_share(self.space.cuttable) / whole)
-        self.memory_shares[kind] = max(share, self.memory_shares.get(kind, 0.0))
         for region in {id(each.region): each.region for each in self.open if isinstance(each, Completion)}.values():
             if region is not done.region:
                 self.look_for_smaller(region)
@@ -660,10 +655,11 @@ class _Search:
         These stay open: if others like them fit later, they are likely to do so too.
         """
         mine = [each for each in self.open if isinstance(each, Completion) and each.region is region]
-        too_large = [each.candidate for each in mine if self.needs_too_much(each.candidate)]
+        less = {each.candidate: self.memory.share_too_small(each.candidate) for each in mine}
+        too_large = {candidate: share for candidate, share in less.items() if share is not None}
         if region.attempt > 0 or not too_large:
             return
-        share = max(self.memory_shares[memory_kind(each)] for each in too_large)
+        share = max(too_large.values())
         likely_s = max(region.likely_s, _LESS_MEMORY_SHARE * min(each.step_time_s for each in too_large))
         again = replace(region, share=share, attempt=1, likely_s=likely_s)
         self.open = [each for each in self.open if each not in mine]

@@ -5,7 +5,7 @@ PipelineCandidate  ->  ShardedPlan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,17 +24,14 @@ from autopar.methods import offloaded
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedPlan:
-    """The plan of a candidate with its layouts, the costs of its stages, its seconds, and the peak bytes of a device.
-
-    That is one of the devices that use the largest share of the `memory_bytes` that they may use.
-    """
+    """The plan of a candidate with its layouts, the costs of its stages, its seconds, and the bytes of the devices."""
 
     costs: tuple[StageCost, ...]
     step_time_s: float
-    peak_bytes: float
-    memory_bytes: float
+    peaks: tuple[float, ...]
+    """Bytes that a device of each mesh needs."""
     limits: tuple[float, ...]
-    """Bytes that the devices of each mesh may use."""
+    """Bytes that it may use."""
     gap: float
     """The share of its time by which the best layouts of these stages may at most be faster."""
     graph: StageGraph
@@ -46,10 +43,20 @@ class ShardedPlan:
         """The plan, made when it is first asked for."""
         return self.make_plan()
 
-    def needing(self, peaks: Sequence[float]) -> ShardedPlan:
-        """Return the same plan of which each mesh needs so many bytes on its devices."""
-        peak_bytes, memory_bytes = _fullest(peaks, self.limits)
-        return replace(self, peak_bytes=peak_bytes, memory_bytes=memory_bytes)
+    @cached_property
+    def peak_shares(self) -> list[float]:
+        """The share of what it may use that a device of each mesh needs."""
+        return [peak / limit for peak, limit in zip(self.peaks, self.limits, strict=True)]
+
+    @property
+    def fullest(self) -> int:
+        """The mesh whose devices need the largest share of what they may use."""
+        return max(range(len(self.limits)), key=self.peak_shares.__getitem__)
+
+    @property
+    def fits(self) -> bool:
+        """True if no device needs more than it may use."""
+        return max(self.peak_shares) <= 1
 
 
 def shard_candidate(
@@ -101,20 +108,13 @@ def shard_candidate(
         return with_input_specs(replace(bare, meshes=tuple(planned)), graph)
 
     limits = tuple(problem.memory_of(stage.submesh) for stage in stages)
-    peak_bytes, memory_bytes = _fullest([each.peak_bytes for each in shardings], limits)
     costs = tuple(each.cost for each in shardings)
     return ShardedPlan(
         make_plan=make_plan,
         costs=costs,
         step_time_s=candidate.simulate_s(costs),
-        peak_bytes=peak_bytes,
-        memory_bytes=memory_bytes,
+        peaks=tuple(each.peak_bytes for each in shardings),
         limits=limits,
         gap=max(each.gap for each in shardings),
         graph=graph,
     )
-
-
-def _fullest(peaks: Sequence[float], limits: Sequence[float]) -> tuple[float, float]:
-    """Return the bytes that a device needs and may use, of those that use the largest share."""
-    return max(zip(peaks, limits, strict=True), key=lambda each: each[0] / each[1])

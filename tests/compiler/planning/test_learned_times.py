@@ -6,10 +6,10 @@ import math
 import pytest
 
 import autopar
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import Stage, StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.planning.candidates import stage_candidates
-from autopar.compiler.planning.learned_times import LearnedTimes
+from autopar.compiler.planning.learned_times import LearnedTimes, Place
 from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.sharded_plan import shard_candidate
@@ -121,7 +121,7 @@ def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     for each in candidates:
         learned.learn_stages(each, dict(enumerate(stage.cost for stage in each.stages)), gap=0.0)
     bordered = {
-        (stage.submesh, each.layers.num_microbatches > 1)
+        Place.of(stage, each.layers.num_microbatches)
         for each in candidates
         for stage in each.stages
         if stage.stop - stage.start > 1
@@ -131,16 +131,54 @@ def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
 
 def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
     two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (2, 4))
-    learned = LearnedTimes(on={(four, True): 0.97, (four, False): 0.9, (two, True): 0.98})
+    learned = LearnedTimes(on={Place(four, True): 0.97, Place(four, False): 0.9, Place(two, True): 0.98})
     assert [learned.share_on(four, several) for several in (True, False, None)] == [0.97, 0.9, 0.9]
     assert [learned.share_on(two, several) for several in (True, False, None)] == [0.98, 0.9, 0.98]
-    assert LearnedTimes(on={(four, True): 0.97}).share_on(four, several=False) == 0.85
+    assert LearnedTimes(on={Place(four, True): 0.97}).share_on(four, several=False) == 0.85
+
+
+def test_stages_whose_layers_save_memory_gain_apart_from_others(candidates):
+    """What each layer saves is more than a stage as a whole has to save: it may gain more."""
+    first, learned = candidates[0], LearnedTimes()
+    saves = dataclasses.replace(first, stages=tuple(_saving(stage) for stage in first.stages))
+    learned.learn_stages(first, dict(enumerate(stage.cost for stage in first.stages)), gap=0.0)
+    assert learned.least_s(first) > 0.98 * first.step_time_s > 1.1 * learned.least_s(saves)
+    learned.learn_stages(saves, dict(enumerate(stage.cost.in_time(0.9) for stage in saves.stages)), gap=0.0)
+    assert all(learned.share_on(stage.submesh, saves=True) == pytest.approx(0.9) for stage in saves.stages)
+    assert {learned.share_on(stage.submesh) for stage in saves.stages} == {1.0}
+
+
+def _saving(stage: Stage) -> Stage:
+    choice = stage.cost.choice._replace(memory_multiplier=10.0)
+    return dataclasses.replace(stage, cost=dataclasses.replace(stage.cost, choice=choice))
+
+
+def test_stages_take_as_long_by_another_schedule(candidates):
+    """Their time of the update that became time of microbatches, which shares of the whole do not tell."""
+    splits = next(each for each in candidates if each.timing.schedule.splits_weight_gradients)
+    other = dataclasses.replace(splits, layers=dataclasses.replace(splits.layers))
+    wholes = [_with_less_update(stage.cost, 1) for stage in splits.stages]
+    learned = LearnedTimes()
+    learned.learn_stages(splits, dict(enumerate(wholes)), gap=0.0)
+    assert (
+        not set(other.stage_keys) & learned.wholes.keys() and set(other.scheduled_otherwise) <= learned.of_stages.keys()
+    )
+    split = [dataclasses.replace(whole, weight_s=whole.backward_s / 4) for whole in wholes]
+    quarter = dataclasses.replace(other, stages=tuple(_with_weights(stage, 0.25) for stage in other.stages))
+    assert learned.least_s(quarter) == pytest.approx(
+        0.995 * unseen_share(quarter) * quarter.simulate_s(split), rel=1e-6
+    )
+
+
+def _with_weights(stage: Stage, share: float) -> Stage:
+    cost = dataclasses.replace(stage.cost, weight_s=share * stage.cost.backward_s)
+    return dataclasses.replace(stage, cost=cost)
 
 
 def test_stages_that_gain_are_told_for_one_microbatch_and_for_several_apart():
     four = Submesh(num_hosts=1, devices_per_host=4)
     assert not LearnedTimes().gains(several=False)
-    learned = LearnedTimes(on={(four, True): 0.97, (four, False): 0.995})
+    learned = LearnedTimes(on={Place(four, True): 0.97, Place(four, False): 0.995})
     assert learned.gains(several=True) and not learned.gains(several=False)
 
 
@@ -165,9 +203,9 @@ def test_stages_are_found_by_what_they_take_as_a_whole(problem, candidates):
 
 def test_one_device_without_layouts_tells_nothing_of_several():
     one, two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (1, 2, 4))
-    learned = LearnedTimes(on={(one, True): 1.02})
+    learned = LearnedTimes(on={Place(one, True): 1.02})
     assert [learned.share_on(each) for each in (one, two, four)] == [1.02, 0.85, 0.85]
-    learned.on[two, True] = 0.95
+    learned.on[Place(two, True)] = 0.95
     assert [learned.share_on(each) for each in (one, two, four)] == pytest.approx([1.02, 0.95, 0.95 * 0.95])
 
 
@@ -240,11 +278,11 @@ def placed(candidate: PipelineCandidate, layers: list[tuple[int, int]]) -> tuple
 
 def test_fewer_devices_gain_no_more_and_more_devices_may():
     few, many = cluster_shape(2, 8), cluster_shape(4, 8)
-    learned = LearnedTimes(on={(few, True): 0.96})
+    learned = LearnedTimes(on={Place(few, True): 0.96})
     assert learned.share_on(few) == 0.96
     assert learned.share_on(many) == pytest.approx(0.95 * 0.96)
-    assert LearnedTimes(on={(many, True): 0.96}).share_on(few) == 0.96
-    assert LearnedTimes(on={(many, True): 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
+    assert LearnedTimes(on={Place(many, True): 0.96}).share_on(few) == 0.96
+    assert LearnedTimes(on={Place(many, True): 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
 
 
 def test_more_stages_take_no_smaller_share_when_they_are_simulated(candidates):
@@ -341,7 +379,7 @@ def test_the_first_stages_that_are_faster_than_the_best_plan_are_completed_befor
     searching.best_s = 1.02 * seconds
     first = searching.next_region()  # as long as nothing tells how much stages gain
     assert isinstance(first, Completion) and first.candidate.step_time_s == seconds
-    searching.learned.of_stages[first.candidate.scheduled_otherwise[0]] = 1.0
+    searching.learned.of_stages[first.candidate.scheduled_otherwise[0]] = first.candidate.stages[0].cost
     assert searching.next_region() is region
     searching.open[0] = dataclasses.replace(region, searched=(0.97, seconds))
     assert searching.next_region() is searching.open[0]

@@ -180,18 +180,19 @@ def test_stages_that_are_likely_not_to_fit_stay_open_beside_a_search_for_smaller
     state.open = [region]
     state.take(region)
     found = [each for each in state.open if isinstance(each, Completion)]
-    shares = [each.candidate.peak_share(problem) for each in found]
+    shares = [each.candidate.peak_shares(problem) for each in found]
     assert found and [*map(state.likely_s, found)] < [math.inf] * len(found)
-    state.memory_shares[2, False] = least = 0.99 * min(shares)
+    first, second = (0.99 * min(of_one) for of_one in zip(*shares))
+    state.memory.shares.update({(2, False, 0): first, (2, False, 1): second})
     state.look_for_smaller(region)
     again = [each for each in state.open if isinstance(each, Stages) and each.attempt == 1]
-    assert [(each.share, each.num_stages) for each in again] == [(least, (2, 2))]
+    assert [(each.share, each.num_stages) for each in again] == [(max(first, second), (2, 2))]
     there = [each for each in state.open if isinstance(each, Completion)]
     assert [each.candidate for each in there] == [each.candidate for each in found]
     assert [*map(state.likely_s, there)] == [math.inf] * len(found)
     state.look_for_smaller(again[0])
     assert sum(isinstance(each, Stages) and each.attempt > 0 for each in state.open) == 1  # once is enough
-    state.memory_shares[2, False] = 1.0
+    state.memory.shares.update({(2, False, 0): 1.0, (2, False, 1): 1.0})
     assert max(map(state.likely_s, there)) < math.inf
 
 
