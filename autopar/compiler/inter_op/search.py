@@ -44,6 +44,7 @@ _BEAM = 24  # labels per cut of the quick look for a first partition
 _SLACK = 1.2  # it also looks for partitions that take so much longer than the best one, or than is of interest
 _MOST_ADDED = 200  # partitions of one enumeration, fastest first
 _FEW_LABELS = 4000  # with more, an interval is halved instead
+_FEW_CHOICES = 500  # ways to run ranges of layers, whose partitions are looked at without any halving
 _LOWER = 0.8  # of a cap: one that is worth new bounds
 _WIDE = 0.03  # of the step time: an interval that is halved before its partitions are looked at
 _NARROW = 1e-3  # of the step time: an interval that gains little by halving
@@ -102,6 +103,7 @@ class _State:
     can_place: Placeable
     deadline: float | None
     most_labels: float
+    are_few: bool  # whether all partitions of an interval are looked at before it is halved
     below_s: float  # if no partition takes less, the best of them is of no interest
     partitions: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
     best_s: float = math.inf
@@ -179,6 +181,7 @@ def search_stages(
         can_place=can_place,
         deadline=deadline,
         most_labels=most_labels,
+        are_few=np.count_nonzero(np.isfinite(tables.steady_s)) <= _FEW_CHOICES,
         below_s=below_s,
     )
     lower_s = _run(state)
@@ -260,9 +263,9 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
     if useful_s < _LOWER * interval.cap_s:
         return [replace(interval, cap_s=useful_s, bounded=0)] if useful_s > interval.floor_s else []
     width_s = interval.cap_s - interval.floor_s
-    if width_s > _WIDE * state.limit_s:
+    if width_s > _WIDE * state.limit_s and not state.are_few:
         return _by_steady(interval)
-    if not interval.tried:
+    if not interval.tried and not state.are_few:
         _enumerate(state, interval, bounds, width=_BEAM)
         return [replace(interval, tried=True)]
     # Halving takes off half of the width, and nothing of what the bound is too low by.
@@ -274,6 +277,7 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         case "does not fit":
             return _by_stages(interval)
         case _:
+            state.are_few = False
             return [interval] if narrow else _by_steady(interval)
 
 
