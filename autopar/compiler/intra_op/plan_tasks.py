@@ -163,7 +163,7 @@ def task_graph(tasks: Sequence[GroupTask], mesh_costs: MeshCosts, constraints: G
     """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `FOLD_FROM`
-    equations together have their repeated layers planned as one.
+    equations together have their repeated layers planned as one, and so those of several stages that are equal.
     """
     table = NodeTable(mesh_costs=mesh_costs)
     group = _Group(table=table, constraints=constraints)
@@ -171,10 +171,15 @@ def task_graph(tasks: Sequence[GroupTask], mesh_costs: MeshCosts, constraints: G
     planner = planner_of(table, bodies, constraints.equations)
     folding = sum(len(body.eqns) for body in bodies) >= FOLD_FROM
     folds = [_folded(task, body, constraints) if folding else unfolded(body) for task, body in zip(tasks, bodies)]
-    group.tie(tasks, folds)
-    blocks = [
-        group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
-    ]
+    firsts = _firsts_alike(tasks, folds, constraints) if folding else list(range(len(tasks)))
+    group.tie(tasks, folds, firsts)
+    blocks: list[BlockGraph] = []
+    for number, (task, body, folded, first) in enumerate(zip(tasks, bodies, folds, firsts, strict=True)):
+        if first == number:
+            blocks.append(group.collect(planner, task, body, folded, times=firsts.count(number)))
+        else:
+            group.meet(task, body)
+            blocks.append(blocks[first])
     return TaskGraph(tasks=tuple(tasks), blocks=blocks, values=group.values, types=group.types, table=table)
 
 
@@ -203,6 +208,24 @@ def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> F
     )
 
 
+def _firsts_alike(tasks: Sequence[GroupTask], folds: Sequence[Fold], constraints: GroupConstraints) -> list[int]:
+    """Return by task the first one that computes the same, as often and under the same constraints."""
+    numbers: dict[Hashable, int] = {}
+    mark, firsts = constraints.equations.constraint_key, list[int]()
+    for number, (task, folded) in enumerate(zip(tasks, folds, strict=True)):
+        names, position = (*task.inputs, *task.outputs), {name: place for place, name in enumerate(task.inputs)}
+        like = [constraints.alike.get(name, "") for name in names]
+        key = (
+            (task.key, task.phase, task.times, task.donated, task.parameters, task.gradients),
+            (tuple(folded.classes), tuple(folded.equivalent_inputs.items())),
+            tuple((constraints.allowed.get(name), name in constraints.sums) for name in names),
+            tuple(position.get(name, name) for name in like),
+            tuple(mark(eqn) for eqn in jc.all_equations(task.jaxpr)),
+        )
+        firsts.append(numbers.setdefault(key, number))
+    return firsts
+
+
 @dataclass(kw_only=True, eq=False)
 class _Group:
     """The nodes of the values between tasks, while they are collected."""
@@ -219,11 +242,13 @@ class _Group:
             name = self.roots[name]
         return name
 
-    def tie(self, tasks: Sequence[GroupTask], folds: Sequence[Fold]) -> None:
-        """Give one layout to what replaces each other, and to what is equivalent in repeated layers."""
+    def tie(self, tasks: Sequence[GroupTask], folds: Sequence[Fold], firsts: Sequence[int]) -> None:
+        """Give one layout to what replaces each other, and to what is equivalent in repeated layers and tasks."""
         pairs: list[tuple[str, str]] = list(self.constraints.alike.items())
-        for task, folded in zip(tasks, folds, strict=True):
+        for task, folded, number in zip(tasks, folds, firsts, strict=True):
+            like = tasks[number]
             pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.equivalent_inputs.items()]
+            pairs += zip((*task.inputs, *task.outputs), (*like.inputs, *like.outputs), strict=True)
         for name, other in pairs:
             name, other = self.root(name), self.root(other)
             if name != other:
@@ -239,6 +264,11 @@ class _Group:
         self.values[name] = self.values[root]
         return self.values[name]
 
+    def meet(self, task: GroupTask, body: jc.Jaxpr) -> None:
+        """Note the values of a task that is like one whose nodes are collected."""
+        for name, atom in zip((*task.inputs, *task.outputs), (*body.invars, *body.outvars), strict=True):
+            self.value(name, atom.aval)
+
     def _new(self, name: str, aval: Any) -> LayoutNode:
         mesh = self.table.mesh
         layouts = self.constraints.allowed.get(name, even_layouts(tuple(aval.shape), mesh))
@@ -246,14 +276,14 @@ class _Group:
             layouts = (*layouts, *with_partial_sums(layouts, mesh))
         return self.table.add_layouts(f"value {name}", layouts)
 
-    def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockGraph:
-        """Collect the nodes of one task."""
+    def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold, times: int) -> BlockGraph:
+        """Collect the nodes of so many tasks that are alike, of which this is the first."""
         equivalent = {body.invars[i]: body.invars[first] for i, first in folded.equivalent_inputs.items()}
         block = BlockBuilder(
             planner=planner,
             jaxpr=body,
             arguments=tuple(self.value(name, v.aval) for name, v in zip(task.inputs, body.invars, strict=True)),
-            weight=task.times,
+            weight=times * task.times,
             nested=False,
             folded=folded,
             only_phase=task.phase,
