@@ -181,7 +181,7 @@ def search_stages(
         can_place=can_place,
         deadline=deadline,
         most_labels=most_labels,
-        are_few=np.count_nonzero(np.isfinite(tables.steady_s)) <= _FEW_CHOICES,
+        are_few=int(np.isfinite(tables.steady_s).sum()) <= _FEW_CHOICES,
         below_s=below_s,
     )
     lower_s = _run(state)

@@ -59,6 +59,7 @@ class _StageInputs:
     layer: LayerClass
     constraints: GroupConstraints
     mesh_costs: MeshCosts
+    num_microbatches: int
     num_in_flight: float
     """Microbatches whose activations are in memory at once."""
     received: Mapping[str, float]
@@ -271,6 +272,7 @@ def _stage_inputs(
         layer=layer,
         constraints=layer_constraints(layer, mesh, method, stage.cost.choice.splits),
         mesh_costs=MeshCosts(machine=problem.machine_of(stage.submesh), mesh=mesh),
+        num_microbatches=timing.num_microbatches,
         num_in_flight=most_in_flight(plan, number, timing, behind, count),
         received=received_seconds(graph, plan, number, problem.hardware),
     )
@@ -378,14 +380,14 @@ def _solve(
     submesh, choice = inputs.stage.submesh, inputs.stage.cost.choice
     by_layers, limit = inputs.stage.cost.peak_bytes(inputs.num_in_flight), problem.memory_of(submesh)
     for price in prices:
-        kind = submesh, choice, price
-        needed = problem.needed_shares.get(kind, 0.0)
-        if price < (choice.memory_multiplier, False) and needed * by_layers > limit:
+        shares = problem.needed_shares.setdefault((submesh, choice, price), {})
+        if price < (choice.memory_multiplier, False) and _least_bytes(inputs, shares) > limit:
             continue
         solution = equivalent.solution(price, problem, max_gap)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
         if by_layers:
-            problem.needed_shares[kind] = min(peak_bytes / by_layers, needed or math.inf)
+            share, count = peak_bytes / by_layers, inputs.num_microbatches
+            shares[count] = min(share, shares.get(count, share))
         if price == prices[-1] or peak_bytes <= limit:
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
@@ -394,6 +396,16 @@ def _solve(
                 cost=solution.cost, peak_bytes=peak_bytes, gap=solution.gap, make_sharding=make_sharding
             )
     raise AssertionError(prices)
+
+
+def _least_bytes(inputs: _StageInputs, shares: Mapping[int, float]) -> float:
+    """Return the bytes that a stage is likely to need at least, by the shares that others needed; 0 for none.
+
+    What is left of smaller microbatches at the worst moment is no larger, and may be as large: state that is gathered.
+    """
+    state = inputs.stage.cost.state_bytes
+    rest, count = inputs.stage.cost.peak_bytes(inputs.num_in_flight) - state, inputs.num_microbatches
+    return min((share * (state + rest * min(1.0, count / other)) for other, share in shares.items()), default=0.0)
 
 
 def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSharding] | None:

@@ -68,8 +68,11 @@ class StageProblem:
     """The work of the tasks of layers so far (see `layer_costs`)."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
-    needed_shares: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
-    """The least share of the bytes by their layers that stages needed as a whole, at another price of memory."""
+    needed_shares: dict[Hashable, dict[int, float]] = field(default_factory=dict[Hashable, dict[int, float]])
+    """The least share of the bytes by their layers that stages needed as a whole, at another price of memory.
+
+    By submesh, layouts of the layers and price, and then by the number of microbatches.
+    """
 
     def check_time(self) -> None:
         """Raise `TimeIsUp` behind the deadline."""
