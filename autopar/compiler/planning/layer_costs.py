@@ -81,6 +81,11 @@ class LayoutChoice(NamedTuple):
     remat: bool = False
     """True if its backward task computes the forward pass again."""
 
+    @property
+    def saves(self) -> bool:
+        """True if it is not the fastest one, to need less memory."""
+        return self.remat or self.memory_multiplier > 0
+
 
 class LayerOptimum(NamedTuple):
     """The cost of a layer with its best layouts, their gap, and those in which it hands on activations, by type."""

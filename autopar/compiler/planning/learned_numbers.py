@@ -23,6 +23,8 @@ class LearnedNumbers:
     """The least seconds of the stages that were searched, by range of their number, then by number of microbatches."""
     best_of: dict[tuple[int, int], PipelineCandidate] = field(default_factory=dict[tuple[int, int], PipelineCandidate])
     """The best of these, for whichever number of microbatches."""
+    saving: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
+    """The numbers of microbatches of which some of the best stages save memory, or are computed again."""
     short_below: int = 0
     """The microbatches of the best plan, if it needs nearly all memory; else 0."""
 
@@ -30,6 +32,8 @@ class LearnedNumbers:
         """Keep the time of the best stages for a number of microbatches, or what they take no less than."""
         key, before = region.num_stages, self.best_of.get(region.num_stages)
         self.times_of.setdefault(key, {})[region.num_microbatches] = found[0].step_time_s if found else below_s
+        if found and any(stage.cost.choice.saves for stage in found[0].stages):
+            self.saving.setdefault(key, set()).add(region.num_microbatches)
         if found and (before is None or found[0].step_time_s < before.step_time_s):
             self.best_of[key] = found[0]
 

@@ -365,9 +365,10 @@ class _Search:
     def is_reached(self, region: Stages) -> bool:
         """Return whether all numbers of microbatches from the best to a region's were looked at, and hardly take more.
 
-        The time of stages falls and then rises with the number of microbatches. Numbers of which the examples do not
-        divide among the devices of a stage, as those of the best do, are none of them. As long as there is no best, one
-        stage waits for the number that tells of all others.
+        The time of stages falls and then rises with the number of microbatches. It may fall again where stages save
+        memory, until they are computed again. Numbers of which the examples do not divide among the devices
+        of a stage, as those of the best do, are none of them. As long as there is no best, one stage waits for the
+        number that tells of all others.
         """
         times_s = self.times_s_of(region.num_stages)
         if not self.layers_tell or region.attempt:
@@ -381,7 +382,8 @@ class _Search:
             for each in microbatch_counts(self.space.cuttable)
             if min(least, count) < each < max(least, count) and divides_as_well(rows, each, least, largest)
         ]
-        rises = any(times_s.get(each, math.inf) >= _RISES * best.step_time_s for each in between)
+        saving = self.numbers.saving.get(region.num_stages, ()) if self.space.problem.method.remat == "auto" else ()
+        rises = any(times_s.get(n, math.inf) >= _RISES * best.step_time_s for n in between if n not in saving)
         return not rises and divides_as_well(rows, count, least, largest)
 
     def is_told_soon(self, region: Stages) -> bool:

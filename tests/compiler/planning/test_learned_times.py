@@ -138,7 +138,7 @@ def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
 
 
 def test_stages_whose_layers_save_memory_gain_apart_from_others(candidates):
-    """What each layer saves is more than a stage as a whole has to save: it may gain more."""
+    """Each layer saves as much as it can, and a stage as a whole no more than it has to: it may gain more."""
     first, learned = candidates[0], LearnedTimes()
     saves = dataclasses.replace(first, stages=tuple(_saving(stage) for stage in first.stages))
     learned.learn_stages(first, dict(enumerate(stage.cost for stage in first.stages)), gap=0.0)

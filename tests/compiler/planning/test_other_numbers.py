@@ -56,6 +56,19 @@ def test_numbers_beyond_one_that_takes_longer_are_not_reached(problem):
     state.numbers.times_of[2, 2][6] = 1.01 * _RISES * best.step_time_s
     assert reached() == [6, 8, 12, 16]
     assert reached(attempt=1) == every
+    # Where stages save memory, it may take less once they are computed again.
+    saving = dataclasses.replace(best, stages=tuple(_saving(stage) for stage in best.stages))
+    state.numbers.learn(dataclasses.replace(region, num_microbatches=6), [saving], math.inf)
+    state.numbers.times_of[2, 2][6] = 1.01 * _RISES * best.step_time_s
+    assert reached() == [4, 6, 8, 12, 16]
+    again = dataclasses.replace(problem, method=autopar.Auto(remat=True))
+    state.space = dataclasses.replace(state.space, problem=again)
+    assert reached() == [6, 8, 12, 16]
+
+
+def _saving(stage):
+    choice = stage.cost.choice._replace(memory_multiplier=0.3)
+    return dataclasses.replace(stage, cost=dataclasses.replace(stage.cost, choice=choice))
 
 
 def test_without_a_plan_numbers_that_are_not_reached_come_where_nothing_else_is_left(problem):
