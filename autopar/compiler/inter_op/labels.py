@@ -36,6 +36,7 @@ class LabelTask:
     below_s: float  # only partitions that take less
     width: int | None = None  # labels kept at each cut, those with the lowest bounds
     max_labels: float = math.inf
+    keeps_all: bool = False  # whether labels stay that another one makes superfluous: runners-up may have them
     deadline: float | None = None  # of time.monotonic()
 
     @property
@@ -87,7 +88,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
         new = _stage_in_front(task, labels.take(slice(first, None)), start)
         if new is None:
             continue
-        new = _undominated(new) if start else new
+        new = _undominated(new) if start and not task.keeps_all else new
         new = replace(new, parent=first + new.parent)
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])

@@ -42,6 +42,7 @@ from autopar.errors import InvalidArgument, MemoryTooSmall
 
 _BEAM = 24  # labels per cut of the quick look for a first partition
 _SLACK = 1.2  # it also looks for partitions that take so much longer than the best one, or than is of interest
+_SLACK_OF_FEW = 1.5  # the same where there are few: schedules take less than formulas tell where values are sent
 _MOST_ADDED = 200  # partitions of one enumeration, fastest first
 _FEW_LABELS = 4000  # with more, an interval is halved instead
 _FEW_CHOICES = 500  # ways to run ranges of layers, whose partitions are looked at without any halving
@@ -266,12 +267,13 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
     if width_s > _WIDE * state.limit_s and not state.are_few:
         return _by_steady(interval)
     if not interval.tried and not state.are_few:
-        _enumerate(state, interval, bounds, width=_BEAM)
+        _enumerate(state, interval, bounds, _SLACK, width=_BEAM)
         return [replace(interval, tried=True)]
     # Halving takes off half of the width, and nothing of what the bound is too low by.
     narrow = width_s <= max(_NARROW * state.limit_s, _LITTLE * (state.limit_s - interval.bound_s))
     most = (state.most_labels if state.by_stages else min(MANY_LABELS + 1, state.most_labels)) - state.num_labels
-    match _enumerate(state, interval, bounds, max_labels=most if narrow else min(most, _FEW_LABELS)):
+    most, slack = most if narrow else min(most, _FEW_LABELS), _SLACK_OF_FEW if state.are_few else 1.0
+    match _enumerate(state, interval, bounds, slack, max_labels=most):
         case "closed":
             return []
         case "does not fit":
@@ -285,8 +287,10 @@ def _look_around(state: _State) -> None:
     """Add partitions that take little longer than the best, where its bound was attained before others were met."""
     cap_s = float(state.tables.steady_s[np.isfinite(state.tables.steady_s)].max())
     whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
-    if (bounds := _bounds(state, whole)) is not None:
-        _enumerate(state, whole, bounds, width=_BEAM)
+    if (bounds := _bounds(state, whole)) is None:
+        return
+    if not state.are_few or _enumerate(state, whole, bounds, _SLACK_OF_FEW, max_labels=_FEW_LABELS) == "unfinished":
+        _enumerate(state, whole, bounds, _SLACK, width=_BEAM)
 
 
 def _by_steady(interval: _Interval) -> list[_Interval]:
@@ -305,9 +309,15 @@ def _by_stages(interval: _Interval) -> list[_Interval]:
 
 
 def _enumerate(
-    state: _State, interval: _Interval, bounds: PrefixBounds, *, width: int | None = None, max_labels: float = math.inf
+    state: _State,
+    interval: _Interval,
+    bounds: PrefixBounds,
+    slack: float,
+    *,
+    width: int | None = None,
+    max_labels: float = math.inf,
 ) -> Literal["closed", "does not fit", "unfinished"]:
-    """Add the partitions of an interval that are better than the best.
+    """Add the partitions of an interval that take less than the best, or than some multiple of it.
 
     For a range of numbers of stages, memory is that of the lowest number. If even so nothing is better, or the best
     that is fits in truth, the interval is closed; otherwise the range has to be split.
@@ -318,9 +328,10 @@ def _enumerate(
         bounds=bounds,
         num_stages=interval.stages[1],
         least_steady_s=interval.floor_s,
-        below_s=state.limit_s * (1.0 if width is None else _SLACK),
+        below_s=slack * state.limit_s,
         width=width,
         max_labels=max_labels,
+        keeps_all=state.are_few and width is None,
         deadline=state.deadline if state.partitions else None,
     )
     result = extend_labels(task)
