@@ -1,4 +1,4 @@
-"""What stages needed at a price of memory tells which prices are too low for others, also of other microbatches."""
+"""The bytes that stages needed at a price of memory tell which prices are too low, of other microbatches as well."""
 
 import dataclasses
 from types import SimpleNamespace
