@@ -155,25 +155,22 @@ class LearnedTimes:
         if share <= _NO_GAIN or self.is_roomy:
             self.on[place] = min(share, _NO_GAIN, self.on.get(place, share))
 
-    def share_on(self, submesh: Submesh, several: bool | None = None, *, saves: bool = False) -> float:
+    def share_on(self, submesh: Submesh, several: bool | None = None, saves: bool | None = None) -> float:
         """Return the least share of their time by their layers that stages on a submesh are expected to take.
 
-        For `several` microbatches or for one; if it is not said, what was seen for either tells. On one device there
-        are no layouts to gain by, so that stages there tell nothing of others.
+        For `several` microbatches or for one, where layers save memory or do not; what was seen for either tells, if it
+        is not said. On one device there are no layouts to gain by, so that stages there tell nothing of others.
         """
         seen: dict[Submesh, float] = {}
-        for (other, of_several, of_saving), share in self.on.items():
-            if several in (None, of_several) and saves == of_saving:
-                seen[other] = min(share, seen.get(other, share))
+        for place, share in self.on.items():
+            if several in (None, place.several) and saves in (None, place.saves):
+                seen[place.submesh] = min(share, seen.get(place.submesh, share))
         if submesh in seen:
             return seen[submesh]
         telling = {other: share for other, share in seen.items() if other.num_devices > 1}
         larger = [share for other, share in telling.items() if other.num_devices >= submesh.num_devices]
         least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
         return max(WHOLE_SHARE, least)
-
-    def _share_of(self, place: Place) -> float:
-        return self.share_on(place.submesh, place.several, saves=place.saves)
 
     def gains(self, *, several: bool) -> bool:
         """Return whether some stages took so much less than their layers that the best may be on other submeshes."""
@@ -269,7 +266,7 @@ class LearnedTimes:
             if whole in self.wholes
             else _Basis(_split_as(stage.cost, self.of_stages[key]), slack)
             if key in self.of_stages
-            else _Basis(stage.cost, slack * self._share_of(Place.of(stage, candidate.layers.num_microbatches)))
+            else _Basis(stage.cost, slack * self.share_on(*Place.of(stage, candidate.layers.num_microbatches)))
             for whole, key, stage in each
         )
 

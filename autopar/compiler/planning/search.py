@@ -366,9 +366,9 @@ class _Search:
         """Return whether all numbers of microbatches from the best to a region's were looked at, and hardly take more.
 
         The time of stages falls and then rises with the number of microbatches. It may fall again where stages save
-        memory, until they are computed again. Numbers of which the examples do not divide among the devices
-        of a stage, as those of the best do, are none of them. As long as there is no best, one stage waits for the
-        number that tells of all others.
+        memory, until they are computed again. Numbers of which the examples do not divide among the devices of a stage,
+        as those of the best do, are none of them. As long as there is no best, one stage waits for the number that
+        tells of all others.
         """
         times_s = self.times_s_of(region.num_stages)
         if not self.layers_tell or region.attempt:
@@ -536,7 +536,7 @@ class _Search:
         least_share = _USUAL_SHARE if first else self.learned.least_share
         below_s = limit_s = self.best_s / least_share
         if not (first or thorough) and self.learned.gains(several=count > 1):
-            expected = partial(self.learned.share_on, several=count > 1)
+            expected = partial(self.learned.share_on, several=count > 1, saves=False)
             problem, limit_s = replace(problem, time_share=expected), self.best_s / _USUAL_SHARE
         known, whole_share = replace(known, problem=problem), least_share if first else WHOLE_SHARE
         self.tried.add(count)

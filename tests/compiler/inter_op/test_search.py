@@ -153,10 +153,12 @@ def brute_force(problem: dict) -> float:
     return best
 
 
-@pytest.mark.parametrize("by_stages", [False, True], ids=["usual bounds", "by stages"])
+@pytest.mark.parametrize("way", ["few", "usual bounds", "by stages"])
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_search_equals_enumeration(number, by_stages, monkeypatch) -> None:
-    if by_stages:
+def test_search_equals_enumeration(number, way, monkeypatch) -> None:
+    if way != "few":
+        monkeypatch.setattr("autopar.compiler.inter_op.search._FEW_CHOICES", -1)
+    if way == "by stages":
         monkeypatch.setattr("autopar.compiler.inter_op.search.MANY_LABELS", -1)
     infeasible = 0
     for seed in range(number, CASES, len(NAMES)):
@@ -221,6 +223,24 @@ def test_stages_on_more_devices_that_take_little_longer_are_runners_up(schedule,
     on = [[stage.submesh for stage in each.stages] for each in (result.best, *result.runners_up)]
     assert on[:2] == [[two, one], [two, two]]
     assert 1 < result.runners_up[0].step_time_s / result.best.step_time_s < 1.02
+
+
+def test_of_few_partitions_those_that_others_beat_in_everything_are_runners_up(monkeypatch) -> None:
+    """Formulas count what is sent in full: as a whole, and simulated, such partitions may be faster all the same."""
+    (one,) = submesh_choices(1, 1)
+    seconds = {(0, 1): 1.1, (1, 2): 1.0, (2, 3): 1.0, (0, 2): 2.1, (1, 3): 1.0, (0, 3): 4.0}
+    costs = {(*place, one): [StageCost(forward_s=each / 3, backward_s=2 * each / 3)] for place, each in seconds.items()}
+    problem = {"num_layers": 3, "num_devices": 4, "submeshes": [one], "costs": costs, "memory_bytes": 1.0}
+    problem["transfers"] = {(cut, one, one): 0.0 for cut in (1, 2)}
+
+    def cuts_met() -> list[list[int]]:
+        result = search(problem, schedule="1f1b", num_microbatches=4)
+        assert result.gap == 0
+        return [[stage.stop for stage in each.stages] for each in (result.best, *result.runners_up)]
+
+    assert cuts_met()[:2] == [[1, 3], [1, 2, 3]]
+    monkeypatch.setattr("autopar.compiler.inter_op.search._FEW_CHOICES", -1)
+    assert cuts_met()[0] == [1, 3] and [1, 2, 3] not in cuts_met()
 
 
 def even_problem(num_layers: int, num_devices: int, **changes) -> dict:
