@@ -3,12 +3,13 @@
     python -m benchmarks.search_quality --models mlp gpt --clusters "1x dgx-h100" --json search_quality.json
     python -m benchmarks.search_quality --models mlp lstm --clusters random:0 random:1 random:2
     python -m benchmarks.search_quality --models gpt --clusters random:101 random:102 --before search_quality.json
+    python -m benchmarks.search_quality --models gpt:2.6B --clusters "1x p3.16xlarge"
 
 Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
-to take. It fails where `Auto()` takes more than 1.001 of the time of a restriction or of a plan by hand. A method that
-cannot be (degrees that do not divide, stages that the model does not have, what does not fit) has no time. A search
-that loses the best plan may lose it with every restriction, too: `--before` holds each method against the rows of an
-earlier run by the same costs.
+to take. A family and a size, as `gpt:15B`, are a model of `benchmarks.models.sizes`. It fails where `Auto()` takes more
+than 1.001 of the time of a restriction or of a plan by hand. A method that cannot be (degrees that do not divide, more
+stages than the model has, what does not fit) has no time. A search that loses the best plan may lose it with every
+restriction, too: `--before` holds each method against the rows of an earlier run by the same costs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from autopar.hardware.machine import Link, Machine
 from autopar.methods import Method
 from benchmarks.models import LARGE, MODELS
 from benchmarks.models.model import Model
+from benchmarks.models.sizes import FAMILIES
+from benchmarks.models.workload import Workload
 
 CLUSTERS = (
     "cpu:8",
@@ -56,9 +59,12 @@ METHODS: Mapping[str, Method] = {
     "2 stages": autopar.Auto(num_stages=2),
     "3 stages": autopar.Auto(num_stages=3),
     "4 stages": autopar.Auto(num_stages=4),
+    "8 stages": autopar.Auto(num_stages=8),
     "1 microbatch": autopar.Auto(num_microbatches=1),
     "4 microbatches": autopar.Auto(num_microbatches=4),
     "8 microbatches": autopar.Auto(num_microbatches=8),
+    "16 microbatches": autopar.Auto(num_microbatches=16),
+    "32 microbatches": autopar.Auto(num_microbatches=32),
     "2 stages, 4 microbatches": autopar.Auto(num_stages=2, num_microbatches=4),
     "1f1b": autopar.Auto(schedule="1f1b"),
     "gpipe": autopar.Auto(schedule="gpipe"),
@@ -96,7 +102,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Plan and simulate; exits with 1 where `Auto()` is behind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=tuple(_models()), default=tuple(_models()), metavar="MODEL")
+    parser.add_argument("--models", nargs="+", type=_known, default=tuple(_models()), metavar="MODEL")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="CLUSTER")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS), metavar="METHOD")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
@@ -139,6 +145,20 @@ def _models() -> dict[str, Model]:
     return small | {f"{name}-large": MODELS[name](**LARGE[name]) for name in ("mlp", "gpt")}
 
 
+def _known(name: str) -> str:
+    """Return the name of a model that there is; raise `ArgumentTypeError` for others."""
+    family, _, size = name.partition(":")
+    if name in _models() or (family in FAMILIES and size in FAMILIES[family].models):
+        return name
+    sizes = ", ".join(f"{family}:{size}" for family, each in FAMILIES.items() for size in each.models)
+    raise argparse.ArgumentTypeError(f"{name} is no model; give one of {', '.join(_models())}, {sizes}")
+
+
+def _model_of(name: str) -> Model | Workload:
+    family, _, size = name.partition(":")
+    return FAMILIES[family].maker(size)() if size else _models()[name]
+
+
 def cluster_of(name: str) -> autopar.Cluster:
     """Return the cluster: `machine:devices`, `random:seed`, or what `Cluster.parse` reads."""
     machine, _, devices = name.partition(":")
@@ -178,7 +198,8 @@ def random_cluster(seed: int) -> autopar.Cluster:
 
 def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
     """Plan a model for a cluster by every method, and simulate the plans."""
-    made, cluster = _models()[model], cluster_of(cluster_name)
+    made, cluster = _model_of(model), cluster_of(cluster_name)
+    given = {"batch_statistics": made.batch_statistics} if isinstance(made, Workload) else {}
     step = autopar.parallelize(made.step, cluster=cluster, donate_argnums=(0,))
     traced = step.trace(made.abstract_state, made.abstract_batch)
     step_ms: dict[str, float] = {}
@@ -189,7 +210,7 @@ def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                planned = traced.plan(METHODS[name])
+                planned = traced.plan(replace(METHODS[name], **given))
                 took_s = time.process_time() - began_s
                 report = planned.simulate(cluster)
         except AutoparError as error:

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from benchmarks.enumerated_plans import train_step
+from benchmarks.models.sizes import FAMILIES
 from benchmarks.search_quality import ALLOWED, FREE, Row, cluster_of, line, main, measured, slower
 
 
@@ -47,6 +48,20 @@ def test_rows_are_held_against_those_of_an_earlier_search():
         "gpt on random:0 by 1f1b takes 2.1 ms, 2 ms before",
         "gpt on random:0 by gpipe has no plan, 3 ms before",
     ]
+
+
+def test_a_model_that_there_is_not_is_refused_with_those_that_there_are(capsys):
+    for unknown in ("resnet", "gpt:2.6", "mlp:2.6B"):
+        with pytest.raises(SystemExit):
+            main(["--models", unknown])
+        assert f"{unknown} is no model; give one of mlp, " in capsys.readouterr().err
+
+
+def test_a_model_of_a_family_is_held_as_well(monkeypatch):
+    small = FAMILIES["wresnet"].scaled_down(1)
+    monkeypatch.setitem(FAMILIES, "wresnet", dataclasses.replace(FAMILIES["wresnet"], models={"small": lambda: small}))
+    row = measured("wresnet:small", "dgx-h100:2", [FREE, "1 microbatch"])
+    assert row.best == "1 microbatch" and row.ratio <= ALLOWED and not row.refused
 
 
 def test_a_search_that_is_slower_than_before_fails(tmp_path):
