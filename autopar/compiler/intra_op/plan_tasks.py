@@ -163,7 +163,7 @@ def task_graph(tasks: Sequence[GroupTask], mesh_costs: MeshCosts, constraints: G
     """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `FOLD_FROM`
-    equations together have their repeated layers planned as one, and so those of several stages that are equal.
+    equations together have their repeated layers planned as one, and their equal tasks, where there are several stages.
     """
     table = NodeTable(mesh_costs=mesh_costs)
     group = _Group(table=table, constraints=constraints)

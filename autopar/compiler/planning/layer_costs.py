@@ -82,9 +82,9 @@ class LayoutChoice(NamedTuple):
     """True if its backward task computes the forward pass again."""
 
     @property
-    def saves(self) -> bool:
-        """True if it is not the fastest one, to need less memory."""
-        return self.remat or self.memory_multiplier > 0
+    def is_fastest(self) -> bool:
+        """True if nothing is done to need less memory."""
+        return not (self.remat or self.memory_multiplier)
 
 
 class LayerOptimum(NamedTuple):

@@ -16,7 +16,7 @@ from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stage_problem import StageProblem
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """A stage among others."""
 
     num_stages: int
@@ -30,7 +30,7 @@ class LearnedMemory:
     """How much less stages need by their layers than as a whole; only its own methods change it."""
 
     problem: StageProblem
-    shares: dict[_Place, float] = field(default_factory=dict[_Place, float])
+    shares: dict[_Position, float] = field(default_factory=dict[_Position, float])
     """The largest share of what they need as a whole that stages need by their layers, where some did not fit."""
 
     def learn(self, candidate: PipelineCandidate, wholes: Sequence[float]) -> bool:
@@ -44,8 +44,8 @@ class LearnedMemory:
             self.shares[place] = max(min(1.0, by_layers / whole), self.shares.get(place, 0.0))
         return bool(seen)
 
-    def share_too_small(self, candidate: PipelineCandidate) -> float | None:
-        """Return the share of the memory that a stage may need by its layers, if some are likely to need too much.
+    def exceeded_share(self, candidate: PipelineCandidate) -> float | None:
+        """Return the share of the memory that a stage may need by its layers, and needs more of; None if none does.
 
         Of several such stages, the largest.
         """
@@ -61,7 +61,7 @@ class LearnedMemory:
         theirs, mine = other.peak_shares(self.problem), candidate.peak_shares(self.problem)
         return theirs[number] >= mine[number] if len(theirs) == len(mine) else max(theirs) >= max(mine)
 
-    def _by_layers(self, candidate: PipelineCandidate) -> Iterator[tuple[_Place, float]]:
+    def _by_layers(self, candidate: PipelineCandidate) -> Iterator[tuple[_Position, float]]:
         again = any(stage.cost.choice.remat for stage in candidate.stages)
         for number, share in enumerate(candidate.peak_shares(self.problem)):
-            yield _Place(len(candidate.stages), again, number), share
+            yield _Position(len(candidate.stages), again, number), share

@@ -32,7 +32,7 @@ class LearnedNumbers:
         """Keep the time of the best stages for a number of microbatches, or what they take no less than."""
         key, before = region.num_stages, self.best_of.get(region.num_stages)
         self.times_of.setdefault(key, {})[region.num_microbatches] = found[0].step_time_s if found else below_s
-        if found and any(stage.cost.choice.saves for stage in found[0].stages):
+        if found and not all(stage.cost.choice.is_fastest for stage in found[0].stages):
             self.saving.setdefault(key, set()).add(region.num_microbatches)
         if found and (before is None or found[0].step_time_s < before.step_time_s):
             self.best_of[key] = found[0]

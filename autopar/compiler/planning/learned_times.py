@@ -42,7 +42,7 @@ _ROUNDING = 1 - 1e-9
 """Factor on a bound: sums in another order may differ by as much."""
 
 
-class Place(NamedTuple):
+class StageSetting(NamedTuple):
     """Where stages run and how: those that differ in it tell nothing of each other, but by the size of the submesh."""
 
     submesh: Submesh
@@ -52,8 +52,8 @@ class Place(NamedTuple):
     """True if the layouts of their layers save memory."""
 
     @classmethod
-    def of(cls, stage: Stage, num_microbatches: int) -> Place:
-        """Return the place of a stage."""
+    def of(cls, stage: Stage, num_microbatches: int) -> StageSetting:
+        """Return that of a stage."""
         return cls(stage.submesh, num_microbatches > 1, stage.cost.choice.memory_multiplier > 0)
 
 
@@ -97,9 +97,9 @@ class LearnedTimes:
     of_stages: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The same by stages, whatever their schedule."""
     trades: dict[object, _Trade] = field(default_factory=dict[object, _Trade])
-    """The same of their microbatches and of their updates apart, whatever the number of microbatches."""
-    on: dict[Place, float] = field(default_factory=dict[Place, float])
-    """The least such share that want of memory did not raise, by where stages run and how."""
+    """The shares of their microbatches and of their updates apart, whatever the number of microbatches."""
+    on: dict[StageSetting, float] = field(default_factory=dict[StageSetting, float])
+    """The least share of their time by their layers that stages took as a whole, want of memory apart."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
@@ -120,7 +120,7 @@ class LearnedTimes:
             if by_layers_s := stage.cost.step_s(count):
                 self._learn_trade(candidate.whatever_microbatches[number], stage.cost, least)
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
-                    self._learn_on(Place.of(stage, count), least.step_s(count) / by_layers_s)
+                    self._learn_on(StageSetting.of(stage, count), least.step_s(count) / by_layers_s)
 
     def _learn_trade(self, key: object, by_layers: StageCost, whole: StageCost) -> None:
         if by_layers.step_s(1) > by_layers.update_s > 0:
@@ -138,7 +138,7 @@ class LearnedTimes:
         elif self.is_roomy and _has_layouts(candidate):
             self.steps.append(1.0)
         if len(candidate.stages) == 1:
-            self._learn_on(Place.of(candidate.stages[0], candidate.layers.num_microbatches), share)
+            self._learn_on(StageSetting.of(candidate.stages[0], candidate.layers.num_microbatches), share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take.
@@ -151,9 +151,9 @@ class LearnedTimes:
             self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
             self.simulated[number] = min(share, self.simulated.get(number, share))
 
-    def _learn_on(self, place: Place, share: float) -> None:
+    def _learn_on(self, setting: StageSetting, share: float) -> None:
         if share <= _NO_GAIN or self.is_roomy:
-            self.on[place] = min(share, _NO_GAIN, self.on.get(place, share))
+            self.on[setting] = min(share, _NO_GAIN, self.on.get(setting, share))
 
     def share_on(self, submesh: Submesh, several: bool | None = None, saves: bool | None = None) -> float:
         """Return the least share of their time by their layers that stages on a submesh are expected to take.
@@ -162,9 +162,9 @@ class LearnedTimes:
         is not said. On one device there are no layouts to gain by, so that stages there tell nothing of others.
         """
         seen: dict[Submesh, float] = {}
-        for place, share in self.on.items():
-            if several in (None, place.several) and saves in (None, place.saves):
-                seen[place.submesh] = min(share, seen.get(place.submesh, share))
+        for setting, share in self.on.items():
+            if several in (None, setting.several) and saves in (None, setting.saves):
+                seen[setting.submesh] = min(share, seen.get(setting.submesh, share))
         if submesh in seen:
             return seen[submesh]
         telling = {other: share for other, share in seen.items() if other.num_devices > 1}
@@ -174,7 +174,9 @@ class LearnedTimes:
 
     def gains(self, *, several: bool) -> bool:
         """Return whether some stages took so much less than their layers that the best may be on other submeshes."""
-        return any(share < _GAINED for place, share in self.on.items() if place.several == several and not place.saves)
+        return any(
+            share < _GAINED for setting, share in self.on.items() if setting.several == several and not setting.saves
+        )
 
     def simulated_share(self, candidate: PipelineCandidate) -> float:
         """Return the least share of the time by its stages as a whole that a plan is expected to take in simulation.
@@ -266,7 +268,7 @@ class LearnedTimes:
             if whole in self.wholes
             else _Basis(_split_as(stage.cost, self.of_stages[key]), slack)
             if key in self.of_stages
-            else _Basis(stage.cost, slack * self.share_on(*Place.of(stage, candidate.layers.num_microbatches)))
+            else _Basis(stage.cost, slack * self.share_on(*StageSetting.of(stage, candidate.layers.num_microbatches)))
             for whole, key, stage in each
         )
 

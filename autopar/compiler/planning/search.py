@@ -343,7 +343,7 @@ class _Search:
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
-        if self.memory.share_too_small(candidate) is not None:
+        if self.memory.exceeded_share(candidate) is not None:
             return math.inf
         return max((least_s or self.learned.least_s)(candidate), region.region.bound_s)
 
@@ -657,7 +657,7 @@ class _Search:
         These stay open: if others like them fit later, they are likely to do so too.
         """
         mine = [each for each in self.open if isinstance(each, Completion) and each.region is region]
-        less = {each.candidate: self.memory.share_too_small(each.candidate) for each in mine}
+        less = {each.candidate: self.memory.exceeded_share(each.candidate) for each in mine}
         too_large = {candidate: share for candidate, share in less.items() if share is not None}
         if region.attempt > 0 or not too_large:
             return

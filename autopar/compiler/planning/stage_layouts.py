@@ -401,7 +401,7 @@ def _solve(
 def _least_bytes(inputs: _StageInputs, shares: Mapping[int, float]) -> float:
     """Return the bytes that a stage is likely to need at least, by the shares that others needed; 0 for none.
 
-    What is left of smaller microbatches at the worst moment is no larger, and may be as large: state that is gathered.
+    It needs no less than it would for microbatches as small as theirs: what is gathered does not grow with the rows.
     """
     state = inputs.stage.cost.state_bytes
     rest, count = inputs.stage.cost.peak_bytes(inputs.num_in_flight) - state, inputs.num_microbatches

@@ -51,28 +51,28 @@ def learned_memory() -> LearnedMemory:
 def test_a_stage_that_does_not_fit_tells_of_those_in_its_place_alone():
     learned = learned_memory()
     assert not learned.learn(candidate(0.9, 0.5), [0.95, 0.6])  # what fits tells nothing before some did not
-    assert learned.share_too_small(candidate(0.99, 0.99)) is None
+    assert learned.exceeded_share(candidate(0.99, 0.99)) is None
     assert learned.learn(candidate(0.9, 0.7), [0.8, 1.4])
-    assert learned.share_too_small(candidate(0.99, 0.4)) is None
-    assert learned.share_too_small(candidate(0.1, 0.6)) == 0.5
+    assert learned.exceeded_share(candidate(0.99, 0.4)) is None
+    assert learned.exceeded_share(candidate(0.1, 0.6)) == 0.5
     for other in (candidate(0.9, 0.9, 0.9), candidate(0.9, 0.9, remat=True), candidate(0.9)):
-        assert learned.share_too_small(other) is None
+        assert learned.exceeded_share(other) is None
 
 
 def test_what_fits_after_all_leaves_others_more_room():
     learned = learned_memory()
     learned.learn(candidate(0.7, 0.7), [1.4, 1.0])
     assert learned.learn(candidate(0.6, 0.7), [0.8, 0.9])
-    assert learned.share_too_small(candidate(0.74, 0.9)) is None
-    assert learned.share_too_small(candidate(0.76, 0.9)) == pytest.approx(0.75)
+    assert learned.exceeded_share(candidate(0.74, 0.9)) is None
+    assert learned.exceeded_share(candidate(0.76, 0.9)) == pytest.approx(0.75)
 
 
 def test_of_several_stages_without_room_the_largest_share_is_enough():
     learned = learned_memory()
     learned.learn(candidate(0.8, 0.6), [1.6, 1.5])
     assert learned.shares == {(2, False, 0): 0.5, (2, False, 1): 0.6 / 1.5}
-    assert learned.share_too_small(candidate(0.7, 0.7)) == 0.5
-    assert learned.share_too_small(candidate(0.3, 0.7)) == 0.6 / 1.5
+    assert learned.exceeded_share(candidate(0.7, 0.7)) == 0.5
+    assert learned.exceeded_share(candidate(0.3, 0.7)) == 0.6 / 1.5
 
 
 def test_others_are_as_large_where_they_need_as_much_in_the_place_that_did_not_fit():

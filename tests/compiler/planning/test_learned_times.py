@@ -9,7 +9,7 @@ import autopar
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.planning.candidates import stage_candidates
-from autopar.compiler.planning.learned_times import LearnedTimes, Place
+from autopar.compiler.planning.learned_times import LearnedTimes, StageSetting
 from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.sharded_plan import shard_candidate
@@ -121,7 +121,7 @@ def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     for each in candidates:
         learned.learn_stages(each, dict(enumerate(stage.cost for stage in each.stages)), gap=0.0)
     bordered = {
-        Place.of(stage, each.layers.num_microbatches)
+        StageSetting.of(stage, each.layers.num_microbatches)
         for each in candidates
         for stage in each.stages
         if stage.stop - stage.start > 1
@@ -131,10 +131,12 @@ def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
 
 def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
     two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (2, 4))
-    learned = LearnedTimes(on={Place(four, True): 0.97, Place(four, False): 0.9, Place(two, True): 0.98})
+    learned = LearnedTimes(
+        on={StageSetting(four, True): 0.97, StageSetting(four, False): 0.9, StageSetting(two, True): 0.98}
+    )
     assert [learned.share_on(four, several) for several in (True, False, None)] == [0.97, 0.9, 0.9]
     assert [learned.share_on(two, several) for several in (True, False, None)] == [0.98, 0.9, 0.98]
-    assert LearnedTimes(on={Place(four, True): 0.97}).share_on(four, several=False) == 0.85
+    assert LearnedTimes(on={StageSetting(four, True): 0.97}).share_on(four, several=False) == 0.85
 
 
 def test_stages_whose_layers_save_memory_gain_apart_from_others(candidates):
@@ -178,7 +180,7 @@ def _with_weights(stage: Stage, share: float) -> Stage:
 def test_stages_that_gain_are_told_for_one_microbatch_and_for_several_apart():
     four = Submesh(num_hosts=1, devices_per_host=4)
     assert not LearnedTimes().gains(several=False)
-    learned = LearnedTimes(on={Place(four, True): 0.97, Place(four, False): 0.995})
+    learned = LearnedTimes(on={StageSetting(four, True): 0.97, StageSetting(four, False): 0.995})
     assert learned.gains(several=True) and not learned.gains(several=False)
 
 
@@ -203,9 +205,9 @@ def test_stages_are_found_by_what_they_take_as_a_whole(problem, candidates):
 
 def test_one_device_without_layouts_tells_nothing_of_several():
     one, two, four = (Submesh(num_hosts=1, devices_per_host=number) for number in (1, 2, 4))
-    learned = LearnedTimes(on={Place(one, True): 1.02})
+    learned = LearnedTimes(on={StageSetting(one, True): 1.02})
     assert [learned.share_on(each) for each in (one, two, four)] == [1.02, 0.85, 0.85]
-    learned.on[Place(two, True)] = 0.95
+    learned.on[StageSetting(two, True)] = 0.95
     assert [learned.share_on(each) for each in (one, two, four)] == pytest.approx([1.02, 0.95, 0.95 * 0.95])
 
 
@@ -278,11 +280,11 @@ def placed(candidate: PipelineCandidate, layers: list[tuple[int, int]]) -> tuple
 
 def test_fewer_devices_gain_no_more_and_more_devices_may():
     few, many = cluster_shape(2, 8), cluster_shape(4, 8)
-    learned = LearnedTimes(on={Place(few, True): 0.96})
+    learned = LearnedTimes(on={StageSetting(few, True): 0.96})
     assert learned.share_on(few) == 0.96
     assert learned.share_on(many) == pytest.approx(0.95 * 0.96)
-    assert LearnedTimes(on={Place(many, True): 0.96}).share_on(few) == 0.96
-    assert LearnedTimes(on={Place(many, True): 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
+    assert LearnedTimes(on={StageSetting(many, True): 0.96}).share_on(few) == 0.96
+    assert LearnedTimes(on={StageSetting(many, True): 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
 
 
 def test_more_stages_take_no_smaller_share_when_they_are_simulated(candidates):
