@@ -13,7 +13,8 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.submeshes import cluster_shape, divides_as_well
 from autopar.compiler.planning.candidates import stage_candidates
 from autopar.compiler.planning.layer_costs import LayoutChoice
-from autopar.compiler.planning.search import _RISES, _Search  # pyright: ignore[reportPrivateUsage]
+from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
+from autopar.compiler.planning.search_state import _RISES  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.space import Completion, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_problem import StageProblem, submesh_mesh
