@@ -1,6 +1,6 @@
 """Keep the state of a search: the regions that are open, what it has learned, and which region is next by that.
 
-    open regions, the best plan so far, what was learned  ->  the region that is most likely to hold a better one
+open regions, the best plan so far, what was learned  ->  the region that is most likely to hold a better one
 """
 
 from __future__ import annotations
