@@ -61,22 +61,26 @@ def submesh_choices(
     num_devices: int,
     devices_per_host: int,
     *,
-    any_part: bool = False,
     any_host_count: bool | None = None,
     group: int = 0,
 ) -> tuple[Submesh, ...]:
     """Return the submeshes of a group that a stage may get, smallest first.
 
-    Inside a host: its divisors, or with `any_part` every count. Across hosts: every count of whole hosts up to 16
-    hosts or with `any_host_count`, otherwise the divisors of their number and the powers of two.
+    Inside a host: the divisors of its number of devices and the powers of two, into which most batches and layers
+    divide, while a host may have lost a device. Across hosts: every count of whole hosts up to 16 hosts or with
+    `any_host_count`, otherwise the divisors of their number and the powers of two.
     """
     cluster = cluster_shape(num_devices, devices_per_host)
     per_host, num_hosts = cluster.devices_per_host, cluster.num_hosts
     every = num_hosts <= _ALL_HOST_COUNTS if any_host_count is None else any_host_count
-    parts = [n for n in range(1, per_host + 1) if any_part or per_host % n == 0]
-    hosts = [n for n in range(2, num_hosts + 1) if every or num_hosts % n == 0 or n & (n - 1) == 0]
+    parts = [n for n in range(1, per_host + 1) if _is_usual(n, per_host)]
+    hosts = [n for n in range(2, num_hosts + 1) if every or _is_usual(n, num_hosts)]
     inside = [Submesh(num_hosts=1, devices_per_host=n, group=group) for n in parts]
     return tuple(inside + [Submesh(num_hosts=n, devices_per_host=per_host, group=group) for n in hosts])
+
+
+def _is_usual(part: int, whole: int) -> bool:
+    return whole % part == 0 or part & (part - 1) == 0
 
 
 def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tuple[int, ...], ...] | None:

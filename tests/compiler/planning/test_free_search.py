@@ -1,6 +1,7 @@
 """A free search is never behind what is fixed, by the simulator; and its bound is below all of them."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -300,6 +301,16 @@ def test_idle_devices_are_left_by_meshes_that_divide_what_there_is():
     padding = {num_devices: space.pads(space.program(num_devices, (1, num_devices), 1)) for num_devices in (3, 4, 6)}
     assert padding == {3: True, 4: False, 6: True}
     assert not space.pads(space.program(8, (1, 8), 1))  # none is idle
+
+
+def test_more_devices_make_no_plan_slower_although_batch_and_layers_do_not_divide_among_them():
+    took_s: list[float] = []
+    for num_devices in range(2, 9):
+        cluster = autopar.Cluster(num_devices=num_devices, kind="dgx-h100")
+        planned = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(2048, 256)).plan()
+        took_s.append(planned.simulate(cluster).step_time_s)
+    assert all(more <= 1.001 * fewer for fewer, more in itertools.pairwise(took_s))
+    assert took_s[5] == pytest.approx(took_s[2]) and took_s[6] < 0.95 * took_s[5]  # of 7 devices 3 are idle, of 8 none
 
 
 def test_a_search_takes_more_stages_than_the_model_has_layers_where_they_are_the_best():
