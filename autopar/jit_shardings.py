@@ -10,6 +10,7 @@ what autopar emits itself, compiles and verifies is `planned.lower().compile()`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef, default_registry
 
 from autopar.arguments import Call
 from autopar.compiler.frontend.trace import Trace
@@ -28,6 +30,8 @@ from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.instructions import spec_axes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+
+_LEAF, _NONE = jax.tree.structure(0), jax.tree.structure(None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +52,7 @@ class JitShardings:
     """The layout of each input, by its name (`state.params.h_0.kernel`)."""
     plan: Plan
     trace: Trace
+    _arguments: Any
 
     def constrain(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step as planned, with a sharding constraint on every value inside, for `jax.jit`.
@@ -68,7 +73,7 @@ class JitShardings:
             leaves, tree = jax.tree.flatten(args)
             shapes = [(tuple(np.shape(leaf)), jax.numpy.result_type(leaf)) for leaf in leaves]
             planned = [(tuple(leaf.aval.shape), leaf.aval.dtype) for leaf in self.trace.inputs]
-            if tree != jax.tree.structure(self.inputs) or shapes != planned:
+            if tree != self._arguments or shapes != planned:
                 raise InvalidArgument(
                     f"{self.trace.name} was planned for {len(planned)} arrays of other shapes, dtypes or another tree "
                     f"than the {len(shapes)} that are given. Plan it for these arguments."
@@ -140,8 +145,8 @@ def jit_shardings(
             f"The plan of {trace.name} keeps {plan.on_host[0]} on the host and brings it in part by part, which "
             'one jax.jit cannot. Plan with offload="off", or run what autopar compiles.'
         )
-    _, named, graph = call.unflatten(call.leaves)
-    if named or graph is not None or call.static or call.static_leaves:
+    positional, named, graph = call.tree.children()
+    if named.num_leaves or graph != _NONE or call.static or call.static_leaves:
         raise Unsupported(
             f"{trace.name} was traced with arguments by name, static ones, or NNX objects, for which jax.jit takes no "
             "in_shardings. Trace a function of positional arguments that are trees of arrays (nnx.split gives them)."
@@ -162,12 +167,34 @@ def jit_shardings(
 
     inputs = placed(input_specs, len(trace.inputs))
     outputs = placed(output_specs, len(trace.outputs))
-    arguments, _, _ = call.unflatten(inputs)
     return JitShardings(
         mesh=mesh,
-        inputs=tuple(arguments[number] for number in range(call.num_positional)),
-        outputs=trace.result(inputs, outputs),
+        inputs=tuple(_as_tree(positional, inputs).values()),
+        outputs=_as_tree(trace.out_tree, trace.every_result(inputs, outputs)),
         input_specs={leaf.name: each.spec for leaf, each in zip(trace.inputs, inputs, strict=True)},
         plan=plan,
         trace=trace,
+        _arguments=jax.tree_util.treedef_tuple(positional.children()),
     )
+
+
+def _as_tree(structure: Any, shardings: Sequence[NamedSharding]) -> Any:
+    """Return shardings in this structure. A node of the user's that takes only arrays is one sharding, as a prefix."""
+    node = structure.node_data()
+    if node is None:
+        return shardings[0] if shardings else None
+    rest = iter(shardings)
+    children = structure.children()
+    trees = [_as_tree(child, list(itertools.islice(rest, child.num_leaves))) for child in children]
+    flat = PyTreeDef.from_node_data_and_children(default_registry, node, [_LEAF] * len(children))
+    try:
+        return flat.unflatten(trees)
+    except Exception as error:  # whatever its constructor says of what is no array
+        first, *others = shardings
+        if any(each != first for each in others):
+            raise Unsupported(
+                f"{node[0].__name__} takes no shardings in place of its arrays ({type(error).__name__}: {error}), and "
+                "the plan lays these out in different ways. Have its unflatten function take any leaves, or run what "
+                "autopar compiles."
+            ) from error
+        return first

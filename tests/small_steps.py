@@ -47,6 +47,26 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((h - y) ** 2)
 
 
+@jax.tree_util.register_pytree_node_class
+class ArrayLayer:
+    """A layer of `mlp_loss` as a node that takes nothing but arrays and their types."""
+
+    def __init__(self, w: Any, b: Any) -> None:
+        if not (hasattr(w, "dtype") and hasattr(b, "dtype")):
+            raise TypeError(f"no arrays: {w}, {b}")
+        self.w, self.b = w, b
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        return (self.w, self.b), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> "ArrayLayer":
+        return cls(*leaves)
+
+
 def tanh_loss(weights: Sequence[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Layers of one weight each."""
     h, y = batch

@@ -300,7 +300,8 @@ class Scale:
     """A node that takes nothing but arrays, as scales of losses in packages of mixed precision."""
 
     def __init__(self, value):
-        jax.eval_shape(lambda: value)  # raises for what is no array
+        if not isinstance(value, jax.Array):
+            raise TypeError(f"no array: {value}")
         self.value = value
 
     def tree_flatten(self):

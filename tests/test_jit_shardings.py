@@ -8,7 +8,18 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from tests.small_steps import SEPARATE, adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params, mlp_step
+from tests.small_steps import (
+    SEPARATE,
+    ArrayLayer,
+    adam,
+    adam_state,
+    assert_same,
+    draw,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    mlp_step,
+)
 
 WIDE = [{"w": draw(i, 64, 64), "b": draw(9 + i, 64)} for i in range(2)]
 BATCH = (draw(20, 16, 64), draw(21, 16, 64))
@@ -56,6 +67,22 @@ def test_logical_axis_rules_give_flax_the_planned_layouts():
         spec = nn.logical_to_mesh_axes(dims, rules)
         planned_spec = found.input_specs[f"params.{pattern}"]
         assert tuple(spec) == tuple(planned_spec) + (None,) * (len(spec) - len(planned_spec))
+
+
+LAYERS = [ArrayLayer(**layer) for layer in WIDE]
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero(stage=3)])
+def test_a_node_that_takes_only_arrays_is_one_sharding(method):
+    found = planned(method, LAYERS).shardings()
+    jitted = jax.jit(found.constrain(mlp_step), in_shardings=found.inputs, out_shardings=found.outputs)
+    assert_same(jitted(LAYERS, BATCH), mlp_step(LAYERS, BATCH))
+
+
+def test_a_node_that_takes_only_arrays_and_has_several_shardings_is_refused():
+    plan = planned(autopar.ShardParallel(mesh_shape=(2, 4), specs={r"\.0$": PartitionSpec(None, "model")}), LAYERS)
+    with pytest.raises(autopar.Unsupported, match=r"ArrayLayer takes no shardings .*\(TypeError: no arrays"):
+        plan.shardings()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.compiler.analysis.step_work import step_work
+from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
@@ -345,6 +345,18 @@ def test_model_flops_are_those_of_forward_and_backward_once(remat):
     products = 3 * 2 * 8 * 32 * (2 * 64 * 64 + 64 * 128)
     assert work.flops == pytest.approx(products, rel=0.1)  # and what is no product
     assert (work.examples, work.tokens, work.dtype) == (8, 8 * 32, "bfloat16")
+
+
+def test_an_evaluation_has_parameters():
+    def evaluate(state, batch):
+        return language_step(state["params"], batch)[1] + state["step"]
+
+    params, batch = language_arguments()
+    state = {"params": params, "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    parts = input_parts(traced(autopar.DataParallel(), step=evaluate, args=(state, batch)).trace)
+    found = {name.partition(".")[2]: category for category, name in parts}
+    assert found["params.embedding"] == found["params.matrices.0"] == "parameters"
+    assert (found["step"], found["tokens"]) == ("other inputs", "batch")
 
 
 def test_recomputing_a_layer_adds_no_model_flops_to_what_the_step_is_worth():

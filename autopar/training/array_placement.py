@@ -25,7 +25,7 @@ from autopar.compiler.frontend.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
 from autopar.runtime.distributed.pieces import Piece, Placed
-from autopar.runtime.executables import mesh_of, sharding_of
+from autopar.runtime.executables import jax_dtype, mesh_of, sharding_of
 from autopar.runtime.inputs import places_of
 from autopar.runtime.results import over_all
 from autopar.runtime.transfer.tiles import DeviceLayout
@@ -185,7 +185,9 @@ def check_argument(value: Any, to: ArgumentPlacement, tree: Any, found: str, ste
     """
     given = {leaf_name("", path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(value)}
     if jax.tree.structure(value) != tree:
-        wanted = jax.tree.unflatten(tree, range(len(to.places)))
+        wanted = jax.tree.unflatten(
+            tree, [jax.ShapeDtypeStruct(p.kind.shape, jax_dtype(p.kind.dtype)) for p in to.places]
+        )
         paths = {leaf_name("", path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)}
         extra, missing = sorted(given.keys() - paths), sorted(paths - given.keys())
         containers = f"the containers differ, {jax.tree.structure(value)} and {tree}"

@@ -422,7 +422,7 @@ class _Part:
                 "only leaves the other arrays as they are in the state given as like, which has none. Give a state of "
                 "arrays, such as autopar.create_state makes."
             )
-        self._numbers = _numbers_by_name(self._tree)
+        self._numbers = _numbers_by_name(self.abstract)
         self.wanted: frozenset[str] | None = frozenset(
             name for pattern in patterns for name in _names_found(pattern, list(self._numbers))
         )
@@ -451,10 +451,16 @@ def _names_found(pattern: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _numbers_by_name(tree: Any) -> dict[str, int]:
-    """Return the number of every leaf of a state by the name that it has in a checkpoint."""
-    numbered = plain_tree(jax.tree.unflatten(tree, [_Number(n) for n in range(tree.num_leaves)]))
-    return {leaf_name("", key): leaf.number for key, leaf in jax.tree_util.tree_leaves_with_path(numbered)}
+def _numbers_by_name(abstract: Any) -> dict[str, int]:
+    """Return the number of every leaf of an abstract state by the name that it has in a checkpoint."""
+    leaves = jax.tree_util.tree_leaves_with_path(plain_tree(_numbered(abstract)))
+    return {leaf_name("", key): leaf.number for key, leaf in leaves}
+
+
+def _numbered(abstract: Any) -> Any:
+    """Return an abstract state whose leaves have their numbers."""
+    leaves, tree = jax.tree.flatten(abstract)
+    return jax.tree.unflatten(tree, [_Numbered(n, leaf) for n, leaf in enumerate(leaves)])
 
 
 class _Here:
@@ -492,14 +498,9 @@ class _Here:
         return {n: array for n, array in zip(chosen, found, strict=True) if n is not None}
 
     def read(self, path: Path) -> Any:
-        """By Orbax alone."""
-        import orbax.checkpoint as ocp
-
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                return checkpointer.restore(path, self.abstract)
-        except Exception as error:
-            raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
+        """By Orbax alone. It is told no tree of the user's: nodes of these may take nothing but arrays."""
+        found = self.read_leaves(path, stored_tree(path), _numbers_by_name(self.abstract))
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), [found[n] for n in range(len(found))])
 
 
 class _OnCluster:
@@ -515,7 +516,7 @@ class _OnCluster:
     def read(self, path: Path) -> Any:
         """Read in every process its own ranges."""
         tree = jax.tree.structure(self.abstract)
-        numbered = plain_tree(jax.tree.unflatten(tree, [_Number(n) for n in range(tree.num_leaves)]))
+        numbered = plain_tree(_numbered(self.abstract))
         found = self._read(path, jax.tree.map(lambda leaf: leaf.number, numbered), range(tree.num_leaves))
         return jax.tree.unflatten(tree, [found[n] for n in range(tree.num_leaves)])
 
@@ -538,10 +539,11 @@ class _OnCluster:
         return dict(zip(wanted, moved(session, handles, [self.places[n] for n in wanted]), strict=True))
 
 
-class _Number:
-    """The number of a leaf, as a leaf."""
+class _Numbered(jax.ShapeDtypeStruct):
+    """A leaf of an abstract state with its number."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, leaf: jax.ShapeDtypeStruct) -> None:
+        super().__init__(leaf.shape, leaf.dtype)
         self.number = number
 
 

@@ -143,6 +143,40 @@ def flax_nnx_convnet() -> Wild:
     return _wild(step, arguments, nnx.jit)
 
 
+@_case("flax")
+def flax_nnx_scanned() -> Wild:
+    """Layers of `nnx` made by `nnx.vmap` and run by `nnx.scan`, each computed again, with dropout."""
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm, self.dropout = nnx.LayerNorm(16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+            self.wide, self.narrow = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + self.dropout(self.narrow(nnx.gelu(self.wide(self.norm(x)))))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(Block))(rngs)
+            self.last = nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            run = nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return self.last(run(self.blocks, x))
+
+    def step(model: Any, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def arguments() -> tuple[Any, ...]:
+        model = Net(nnx.Rngs(SEED))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), _normal(BATCH, 16), _normal(BATCH, 4)
+
+    return _wild(step, arguments, nnx.jit)
+
+
 # optax --------------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +253,24 @@ def optax_lbfgs() -> Wild:
         return optax.apply_updates(params, updates), state
 
     return _wild(step, lambda: (params, optimizer.init(params), _normal(BATCH, 8), _normal(BATCH, 4)))
+
+
+@_case("jmp")
+def jmp_loss_scale() -> Wild:
+    """Mixed precision by `jmp`: a policy, a `DynamicLossScale`, and an update only where the gradient is finite."""
+    import jmp
+
+    loss, params = _two_layers()
+    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+
+    def step(params: Any, scale: Any, x: jax.Array, y: jax.Array) -> Any:
+        scaled = lambda params: scale.scale(policy.cast_to_output(loss(*policy.cast_to_compute((params, x, y)))))  # noqa: E731
+        grads = scale.unscale(jax.grad(scaled)(params))
+        finite = jmp.all_finite(grads)
+        updated = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return jmp.select_tree(finite, updated, params), scale.adjust(finite)
+
+    return _wild(step, lambda: (params, jmp.DynamicLossScale(jnp.float32(2**15)), _normal(BATCH, 8), _normal(BATCH, 4)))
 
 
 # dm-haiku, rlax, distrax, jraph ---------------------------------------------------------------------------------------
@@ -677,6 +729,253 @@ def brax_proximal_policy() -> Wild:
         return params, optimizer.init(params), data, jax.random.key(2)
 
     return _wild(step, arguments)
+
+
+# haliax, gpjax -------------------------------------------------------------------------------------------------------
+
+
+@_case("haliax")
+def haliax_language_model() -> Wild:
+    """Named axes: `hnn.Embedding`, blocks of attention in a `hnn.Stacked`, `hnn.cross_entropy_loss`."""
+    import equinox as eqx
+    import haliax as hax
+    import haliax.nn as hnn
+
+    Batch, Pos, Embed, Mlp, Vocab, Layers = hax.make_axes(batch=BATCH, pos=8, embed=16, mlp=32, vocab=32, layers=2)
+    KeyPos = Pos.alias("key_pos")
+
+    class Block(eqx.Module):
+        norm: hnn.LayerNorm
+        mlp: hnn.MLP
+
+        @staticmethod
+        def init(*, key: jax.Array) -> Block:
+            return Block(hnn.LayerNorm.init(Embed), hnn.MLP.init(Embed, Embed, Mlp, 1, key=key))
+
+        def __call__(self, x: Any) -> Any:
+            mask = hnn.attention.causal_mask(Pos, KeyPos)
+            keys = self.norm(x).rename({Pos: KeyPos})
+            return x + self.mlp(hnn.attention.dot_product_attention(KeyPos, Embed, self.norm(x), keys, keys, mask))
+
+    optimizer = optax.sgd(0.1)
+
+    def step(model: Any, state: Any, tokens: Any) -> Any:
+        def loss_fn(model: Any) -> jax.Array:
+            embed, blocks = model
+            logits = embed.unembed(blocks.fold(embed(tokens)))
+            wanted = hnn.one_hot(hax.roll(tokens, -1, Pos), Vocab)
+            return hnn.cross_entropy_loss(logits, Vocab, wanted).mean().scalar()
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+        updates, state = optimizer.update(grads, state, model)
+        return eqx.apply_updates(model, updates), state, loss
+
+    def arguments() -> tuple[Any, ...]:
+        first, second = jax.random.split(jax.random.key(SEED))
+        stacked = hnn.Stacked.init(Layers, Block, gradient_checkpointing=True)(key=jax.random.split(second, 2))
+        model = hnn.Embedding.init(Vocab, Embed, key=first), stacked
+        return model, optimizer.init(model), hax.named(_ints(32, BATCH, 8), (Batch, Pos))
+
+    return _wild(step, arguments, eqx.filter_jit)
+
+
+@_case("gpjax")
+def gpjax_fit() -> Wild:
+    """`gpjax.fit` as the step: three iterations in a scan, each on a minibatch that it draws."""
+    import equinox as eqx
+    import gpjax as gpx
+
+    def step(model: Any, data: Any, key: jax.Array) -> Any:
+        objective = lambda model, batch: -gpx.objectives.elbo(model, batch)  # noqa: E731
+        return gpx.fit(model=model, objective=objective, train_data=data, optim=optax.sgd(1e-3), num_iters=3,
+                       batch_size=8, key=key, verbose=False, safe=False)  # fmt: skip
+
+    def arguments() -> tuple[Any, ...]:
+        prior = gpx.gps.Prior(mean_function=gpx.mean_functions.Zero(), kernel=gpx.kernels.RBF())
+        model = gpx.variational_families.VariationalGaussian(
+            model=prior * gpx.likelihoods.Gaussian(), inducing_inputs=jnp.linspace(-2, 2, 6)[:, None]
+        )
+        return model, gpx.Dataset(X=_normal(BATCH, 1), y=jnp.sin(_normal(BATCH, 1))), jax.random.key(1)
+
+    return _wild(step, arguments, eqx.filter_jit)
+
+
+# rax, ott, e3nn -------------------------------------------------------------------------------------------------------
+
+
+@_case("rax")
+def rax_lambda_rank() -> Wild:
+    """`rax.pairwise_logistic_loss` weighted by `rax.dcg_lambdaweight`, and `rax.ndcg_metric`, of lists with masks."""
+    import rax
+
+    score = lambda params, x: (jnp.tanh(x @ params["in"]) @ params["out"])[..., 0]  # noqa: E731
+
+    def step(params: Any, x: jax.Array, labels: jax.Array, where: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            weights = rax.dcg_lambdaweight
+            return rax.pairwise_logistic_loss(score(params, x), labels, where=where, lambdaweight_fn=weights)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, loss, rax.ndcg_metric(score(params, x), labels, where=where, topn=5)
+
+    def arguments() -> tuple[Any, ...]:
+        params = {"in": _normal(6, 16) / 3, "out": _normal(16, 1) / 4}
+        return params, _normal(BATCH, 8, 6), _ints(4, BATCH, 8).astype(jnp.float32), _ints(4, BATCH, 8, seed=1) > 0
+
+    return _wild(step, arguments)
+
+
+@_case("ott-jax")
+def ott_implicit_sinkhorn() -> Wild:
+    """The transport cost of Sinkhorn's solver, differentiated implicitly, between a network's points and others."""
+    from ott.geometry import pointcloud
+    from ott.problems.linear import linear_problem
+    from ott.solvers.linear import implicit_differentiation, sinkhorn
+
+    solve = sinkhorn.Sinkhorn(implicit_diff=implicit_differentiation.ImplicitDiff())
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            made = jnp.tanh(x @ params["in"]) @ params["out"]
+            geometry = pointcloud.PointCloud(made, y, epsilon=1.0)
+            return jnp.sum(solve(linear_problem.LinearProblem(geometry)).matrix * geometry.cost_matrix)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return _wild(step, lambda: (_two_layers()[1], _normal(BATCH, 8), _normal(BATCH, 4)))
+
+
+@_case("e3nn-jax")
+def e3nn_forces() -> Wild:
+    """An equivariant network on spherical harmonics, trained on energies and forces, which are its gradients."""
+    import e3nn_jax as e3nn
+    from flax import linen
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, positions: jax.Array) -> jax.Array:
+            apart = e3nn.IrrepsArray("1o", positions[:, None] - jnp.roll(positions, 1, 0)[None])
+            sent = e3nn.concatenate([apart, e3nn.tensor_product(apart, e3nn.spherical_harmonics([1, 2], apart, True))])
+            weights = e3nn.flax.MultiLayerPerceptron([8, sent.irreps.num_irreps], jax.nn.gelu)(e3nn.norm(apart).array)
+            nodes = e3nn.flax.Linear("8x0e + 4x1o")(e3nn.mean(sent.regroup() * weights, axis=1))
+            return e3nn.flax.Linear("0e")(
+                e3nn.gate(e3nn.concatenate([nodes, e3nn.flax.Linear("4x0e")(nodes)]))
+            ).array.sum()
+
+    model = Net()
+
+    def step(params: Any, positions: jax.Array, energies: jax.Array, forces: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            made, slopes = jax.vmap(jax.value_and_grad(model.apply, argnums=1), (None, 0))(params, positions)
+            return jnp.mean((made - energies) ** 2) + jnp.mean((slopes + forces) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.001 * g, params, grads), loss
+
+    def arguments() -> tuple[Any, ...]:
+        positions = 2 * _normal(BATCH, 5, 3)
+        return model.init(jax.random.key(SEED), positions[0]), positions, _normal(BATCH), _normal(BATCH, 5, 3)
+
+    return _wild(step, arguments)
+
+
+# evosax, mctx, gymnax -------------------------------------------------------------------------------------------------
+
+
+@_case("evosax")
+def evosax_strategy() -> Wild:
+    """`ask` and `tell` of `evosax`'s Open_ES, whose population is tried on a batch: a step without a gradient."""
+    from evosax.algorithms import Open_ES
+
+    loss, solution = _two_layers()
+    strategy = Open_ES(population_size=32, solution=solution)
+    params = strategy.default_params
+
+    def step(key: jax.Array, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        key, first, second = jax.random.split(key, 3)
+        population, state = strategy.ask(first, state, params)
+        fitness = jax.vmap(loss, in_axes=(0, None, None))(population, x, y)
+        state, metrics = strategy.tell(second, population, fitness, state, params)
+        return key, state, metrics
+
+    def arguments() -> tuple[Any, ...]:
+        state = strategy.init(jax.random.key(SEED), solution, params)
+        return jax.random.key(1), state, _normal(BATCH, 8), _normal(BATCH, 4)
+
+    return _wild(step, arguments)
+
+
+@_case("mctx")
+def mctx_policy_improvement() -> Wild:
+    """`mctx.gumbel_muzero_policy`: a tree search by the model, and a gradient toward what it chose."""
+    import mctx
+
+    def predict(params: Any, seen: jax.Array) -> Any:
+        hidden = jnp.tanh(seen @ params["in"])
+        return hidden @ params["policy"], (hidden @ params["value"])[:, 0]
+
+    def recurrent(params: Any, key: jax.Array, action: jax.Array, seen: jax.Array) -> Any:
+        seen = jnp.tanh(seen + params["act"][action])
+        logits, value = predict(params, seen)
+        discount = jnp.full_like(value, 0.9)
+        return mctx.RecurrentFnOutput(reward=seen[:, 0], discount=discount, prior_logits=logits, value=value), seen
+
+    def step(params: Any, key: jax.Array, seen: jax.Array) -> Any:
+        logits, value = predict(params, seen)
+        root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=seen)
+        found = mctx.gumbel_muzero_policy(params, key, root, recurrent, num_simulations=8)
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits, value = predict(params, seen)
+            wanted = found.search_tree.summary().value
+            return jnp.mean(optax.softmax_cross_entropy(logits, found.action_weights) + (value - wanted) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss, found.action
+
+    def arguments() -> tuple[Any, ...]:
+        params = {"in": _normal(6, 16) / 3, "policy": _normal(16, 4), "value": _normal(16, 1), "act": _normal(4, 6)}
+        return params, jax.random.PRNGKey(1), _normal(BATCH, 6)
+
+    return _wild(step, arguments)
+
+
+@_case("gymnax")
+def gymnax_policy_gradient() -> Wild:
+    """Rollouts of `gymnax`'s CartPole in a scan inside of the step, and the policy gradient of what they gave."""
+    import gymnax
+
+    environment, settings = gymnax.make("CartPole-v1")
+    logits = lambda params, seen: jnp.tanh(seen @ params["in"]) @ params["out"]  # noqa: E731
+
+    def step(params: Any, worlds: Any, seen: jax.Array, key: jax.Array) -> Any:
+        def act(carry: Any, key: jax.Array) -> Any:
+            worlds, seen = carry
+            first, second = jax.random.split(key)
+            action = jax.random.categorical(first, logits(params, seen))
+            move = jax.vmap(environment.step, (0, 0, 0, None))
+            after, worlds, reward, *_ = move(jax.random.split(second, len(seen)), worlds, action, settings)
+            return (worlds, after), (seen, action, reward)
+
+        key, now = jax.random.split(key)
+        (worlds, seen), (was, action, reward) = jax.lax.scan(act, (worlds, seen), jax.random.split(now, 4))
+        ahead = jnp.cumsum(reward[::-1], 0)[::-1]
+
+        def loss_fn(params: Any) -> jax.Array:
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits(params, was)), action[..., None], -1)[..., 0]
+            return -jnp.mean(chosen * (ahead - ahead.mean()))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), worlds, seen, key, loss
+
+    def arguments() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(SEED), BATCH)
+        seen, worlds = jax.vmap(environment.reset, (0, None))(keys, settings)
+        return {"in": _normal(4, 16) / 3, "out": _normal(16, 2) / 4}, worlds, seen, jax.random.key(1)
+
+    return _wild(step, arguments, batch_argnums=(1, 2))
 
 
 # transformers ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from autopar.session import current_session
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
 from tests.compiler.planning.test_groups import cluster as mixed_cluster
+from tests.small_steps import ArrayLayer, mlp_batch, mlp_params, mlp_step
 from tests.training.test_state import BATCH, METHODS, assert_close, assert_same, draw_batch, init_fn, train_step
 
 # Of the reads of a damaged checkpoint Orbax leaves the others under way when one fails: they end without a listener.
@@ -112,6 +113,21 @@ def test_what_plain_jax_saved_is_restored_where_a_plan_wants_it(tmp_path):
     assert [a.sharding for a in jax.tree.leaves(found)] == [a.sharding for a in jax.tree.leaves(state)]
     _, metrics = step(found, draw_batch(0))
     np.testing.assert_allclose(metrics["loss"], jax.jit(train_step)(plain(), draw_batch(0))[1]["loss"], rtol=1e-5)
+
+
+def test_nodes_that_take_only_arrays_are_restored(tmp_path):
+    state = [ArrayLayer(**layer) for layer in mlp_params()]
+    step = autopar.parallelize(mlp_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    state, _ = step(state, mlp_batch())
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    for like in (step, zeros):
+        assert_same(checkpoints.restore(like=like)[1], state)
+    _, found = checkpoints.restore(like=zeros, only=r"0\.")
+    assert_same(found, [state[0], zeros[1]])
+    with pytest.raises(InvalidArgument, match="is missing"):
+        create_state(lambda: state[:1], like=step)
 
 
 def with_new_head(state: Any, rows: int = 3) -> Any:

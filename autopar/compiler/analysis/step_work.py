@@ -59,7 +59,8 @@ def step_work(trace: Trace) -> StepWork:
 def input_parts(trace: Trace) -> tuple[tuple[Category, str], ...]:
     """Return the category and the path of every input.
 
-    State is what an output replaces; of it, parameters are what a differentiated equation reads.
+    State is what an output replaces; of it, parameters are what a differentiated equation reads. A step that replaces
+    nothing, as an evaluation, has parameters only: arrays of real numbers.
     """
     jaxpr = jc.open_jaxpr(trace.jaxpr)[0]
     differentiated = {id(atom) for eqn in jaxpr.eqns if jc.ad_phase(eqn) for atom in eqn.invars}
@@ -68,6 +69,8 @@ def input_parts(trace: Trace) -> tuple[tuple[Category, str], ...]:
     def category(number: int) -> Category:
         if number in trace.batch_inputs:
             return "batch"
+        if not replaced and (aval := trace.inputs[number].aval).shape and jnp.issubdtype(aval.dtype, jnp.floating):
+            return "parameters"
         if number not in replaced:
             return "other inputs"
         return "parameters" if id(jaxpr.invars[number]) in differentiated else "optimizer"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -94,10 +94,14 @@ class Trace:
 
     def result(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return the result of the step, of these outputs and what it keeps of the inputs."""
+        return jax.tree.unflatten(self.out_tree, self.every_result(inputs, outputs))
+
+    def every_result(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the result, of these outputs and what it keeps of the inputs."""
         every = list(outputs)
         for place, number in sorted(self.kept_inputs.items()):
             every.insert(place, inputs[number])
-        return jax.tree.unflatten(self.out_tree, every)
+        return every
 
     @property
     def returns_more(self) -> bool:
@@ -243,15 +247,13 @@ def trace_step(
     `batch_inputs` is the user's word on what carries the batch; None: it is found, outside of `unbatched_inputs`.
     `batch_axes` are the axes of those that do not carry it on their first one.
     """
-    avals = [leaf.aval for leaf in leaves]
     given = {i: 0 for i in batch_inputs or () if i not in unbatched_inputs} | checked_axes(leaves, batch_axes or {})
     _check_batch(leaves, given)
-    closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
+    closed, outputs, results = _traced(flat_step, leaves)
+    replaced = results.replaced
     closed, host_results = results_on_devices(transfers_by_memory(normalize_step(closed)))
     closed = number_stages(closed)
     check_compressed(closed)
-    returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
-    outputs, replaced = _outputs(returned, leaves)
     kept = _kept(closed) if keeps_inputs else {}
     if kept:
         rest = [place for place in range(len(outputs)) if place not in kept]
@@ -279,9 +281,9 @@ def trace_step(
         flat_step=flat_step,
         inputs=tuple(leaves),
         outputs=outputs,
-        out_tree=jax.tree.structure(out_shape),
+        out_tree=results.tree,
         batch=batch,
-        donated_inputs=tuple(i for i in donated_inputs if i not in {*returned.kept, *kept.values()}),
+        donated_inputs=tuple(i for i in donated_inputs if i not in {*results.kept, *kept.values()}),
         state_outputs=_single_leaves(leaves, outputs, state, batch.inputs),
         kept_inputs=kept,
         host_results=host_results,
@@ -304,16 +306,34 @@ def _with_scopes(trace: Trace) -> Trace:
     return replace(trace, jaxpr=with_demands(trace.jaxpr, dims))
 
 
-def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], dict[int, int]]:
-    """Return the flat outputs, and which of them take the place of which input."""
-    parts = jax.tree_util.tree_leaves_with_path(returned.result)
-    named = [(leaf_name("", path), a) for path, a in parts]
-    inputs = sorted(returned.replaced)
-    replaced = {len(named) + i: number for i, number in enumerate(inputs)}
-    named += [(f"{{{leaves[number].name}}}", returned.replaced[number]) for number in inputs]
-    named += [(f"{{{name}}}", returned.further[name]) for name in sorted(returned.further)]
-    outputs = [Leaf(name=name, argument=None, aval=jax.ShapeDtypeStruct(a.shape, a.dtype)) for name, a in named]
-    return tuple(outputs), replaced
+class _Results(NamedTuple):
+    """Results of a step: the names of all leaves, the number of the input that each replaces, the tree, kept inputs."""
+
+    names: list[str]
+    replaced: dict[int, int]
+    tree: Any
+    kept: tuple[int, ...]
+
+
+def _traced(flat_step: Callable[..., Any], leaves: Sequence[Leaf]) -> tuple[jc.ClosedJaxpr, tuple[Leaf, ...], _Results]:
+    """Return a step's program, outputs and results. Nodes of the user's are made of tracers only, as by `jax.jit`."""
+    found: list[_Results] = []
+
+    def flat(*values: Any) -> list[Any]:
+        made = flat_step(*values)
+        returned = made if isinstance(made, Returned) else Returned(result=made, replaced={}, further={})
+        names = [leaf_name("", path) for path, _ in jax.tree_util.tree_leaves_with_path(returned.result)]
+        replaced = {len(names) + i: number for i, number in enumerate(sorted(returned.replaced))}
+        names += [f"{{{leaves[number].name}}}" for number in replaced.values()]
+        names += [f"{{{name}}}" for name in sorted(returned.further)]
+        outputs, tree = jax.tree.flatten(made)
+        found.append(_Results(names, replaced, tree, returned.kept))
+        return outputs
+
+    closed = jax.make_jaxpr(flat)(*(leaf.aval for leaf in leaves))
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
+    named = zip(found[-1].names, avals, strict=True)
+    return closed, tuple(Leaf(name=name, argument=None, aval=aval) for name, aval in named), found[-1]
 
 
 def _kept(closed: jc.ClosedJaxpr) -> dict[int, int]:

@@ -88,13 +88,15 @@ def _until_all_end(eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Return the results of a loop under `jax.vmap` whose examples end one by one: each keeps what it ended with."""
     loop = jp.while_of(eqn)
     of_cond, of_body = values[: loop.cond_consts], values[loop.cond_consts : loop.first_carry]
+    with jc.under_scope_of(eqn):
+        cond, body = normalize(loop.cond), normalize(loop.body)
 
     def goes_on(carry: Sequence[Any]) -> Any:
-        return jc.jaxpr_as_fun(normalize(loop.cond))(*of_cond, *carry)[0]
+        return jc.jaxpr_as_fun(cond)(*of_cond, *carry)[0]
 
     def once(carry: Sequence[Any]) -> list[Any]:
         on = goes_on(carry)
-        after = jc.jaxpr_as_fun(normalize(loop.body))(*of_body, *carry)
+        after = jc.jaxpr_as_fun(body)(*of_body, *carry)
         dims = range(on.ndim)  # the mapped dimensions come first in all that is carried
         masks = [lax.broadcast_in_dim(on, old.shape, dims) for old in carry]
         return [lax.select_n(mask, old, new) for mask, old, new in zip(masks, carry, after, strict=True)]
@@ -116,4 +118,5 @@ def _with_inlined_bodies(eqn: jc.JaxprEqn) -> dict[str, Any] | None:
     """The equation's parameters with normalised loop bodies and branches; None where there are none."""
     if eqn.primitive.name not in NESTED:
         return None
-    return jc.map_subjaxprs(eqn, normalize)
+    with jc.under_scope_of(eqn):
+        return jc.map_subjaxprs(eqn, normalize)

@@ -17,6 +17,12 @@ def plain(x):
     return jnp.sinh(x)
 
 jitted = jax.jit(plain)
+
+def looped(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: plain(x), x)
+
+def until_all_end(x):
+    return jax.vmap(lambda row: jax.lax.while_loop(lambda row: row.sum() < 9, plain, row))(x)
 """
 
 
@@ -36,7 +42,7 @@ def described(step, primitive):
     return next(jc.describe(eqn) for eqn in jc.all_equations(trace.jaxpr) if eqn.primitive.name == primitive)
 
 
-@pytest.mark.parametrize("name", ["plain", "jitted"])
+@pytest.mark.parametrize("name", ["plain", "jitted", "looped", "until_all_end"])
 def test_a_line_of_a_package_stands_behind_that_of_the_user(package, name):
     def step(x):
         return getattr(package, name)(x)  # the user's line
