@@ -48,6 +48,7 @@ from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
     made_elsewhere,
     rectifies,
+    scattered_onto,
     transposing_updates,
     without_places,
 )
@@ -129,6 +130,8 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.widen()
     if mesh_costs.machine.fuses_products:
         lister.keep()
+    else:
+        lister.scatter_onto_sums()
     if mesh_costs.machine.transposes_operands and mesh_costs.machine.schedules_for_latency:
         lister.merge_products()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
@@ -415,10 +418,21 @@ class _Lister:
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
         return twins.keys() - updated
 
+    def scatter_onto_sums(self) -> None:
+        """Scatter onto the array that what is scattered onto zeros would be added to."""
+        for number, summing, others in scattered_onto(self.ops, self._eqns()):
+            op = self.ops[number]
+            self.ops[summing] = op._replace(reads=(*others, *op.reads[1:]), results=self.ops[summing].results)
+            self.ops[number] = Op("fused", (), ())
+            self.actions[summing] = self.actions[number]
+
+    def _eqns(self) -> list[jc.JaxprEqn | None]:
+        """Return the equations of the ops that evaluate one."""
+        return [action.eqn if isinstance(action, Evaluate) else None for action in self.actions]
+
     def merge_products(self) -> None:
         """Keep merged products for parts of which copies in a second order are made only when they are read."""
-        eqns = [action.eqn if isinstance(action, Evaluate) else None for action in self.actions]
-        for kept in kept_products(self.ops, eqns, self.nbytes, self._local_shape):
+        for kept in kept_products(self.ops, self._eqns(), self.nbytes, self._local_shape):
             others = [key._replace(twin=True) for key in kept.others if isinstance(key, BlockValue)]
             self.nbytes.update((other, self.nbytes[key]) for other, key in zip(others, kept.others, strict=True))
             maker, reader = self.ops[kept.maker], self.ops[kept.reader]
@@ -481,6 +495,7 @@ class _Lister:
                     growth=_KEPT_GROWTH if self._keeps(eqn) else 1.0,
                     over=writes_over(eqn),
                     computes_narrower=self.machine.computes_narrower,
+                    gathers=eqn.primitive.name == "gather",
                     reorders=self._reorders(eqn),
                     keeps_order=eqn.primitive.name in WINDOWS | SELECTIONS,
                     adds_gradients=not self.machine.fuses_products and eqn.primitive.name == "add_any",

@@ -78,6 +78,9 @@ class Op(NamedTuple):
     """True if a barrier in front of it holds what it reads in memory, though it is fused."""
     computes_narrower: bool = False
     """True for a product whose kernel computes what it reads, though it reads larger arrays for that."""
+    gathers: bool = False
+    """True if it picks what it makes out of an array, place by place: neither this nor what is computed of it is picked
+    again for every reader."""
     reorders: bool = False
     """True if its library reads and writes arrays in another order of dimensions than programs have them."""
     keeps_order: bool = False
@@ -173,6 +176,8 @@ class _Program:
     """The places from which each reduction of rows reads them."""
     smaller: set[Key] = field(default_factory=set[Key])
     """The fused arrays that are smaller than one that they are computed from."""
+    gathered: set[Key] = field(default_factory=set[Key])
+    """The fused arrays that are picked out of others, and what is computed of these."""
     reordering: bool = False
     """True if an op is of a library that has arrays in an order of its own."""
     reordered: set[Key] = field(default_factory=set[Key])
@@ -297,9 +302,11 @@ class _Program:
         grows = self.extent[key] / op.widening > allowed * sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
         shared = self._is_shared(key, readers, sources) or (op.adds_gradients and self._pays(key, readers, sources))
-        again = len(readers) <= 1 or (cheap and not shared)
+        gathered = op.gathers or not self.gathered.isdisjoint(map(self._root, op.reads))
+        again = len(readers) <= 1 or (cheap and not shared and not gathered)
         if again and len(sources) <= _MAX_SOURCES:
             self.behind[key] = sources
+            self.gathered.update((key,) if gathered else ())
             return not all(fused)
         return True
 

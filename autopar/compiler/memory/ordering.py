@@ -16,8 +16,9 @@ before what reads them, and a loss of few numbers, in kernels of its own, at the
 no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and all
 of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
-gradients before it, these stand before it. A reduction that is one kernel with another that more than results needs, as
-in the gradients of a batch norm, runs with that. A slice of an array in memory stands before its reader, however late.
+gradients before it, these stand before it. Reductions for other sums stand behind that sum and hide it. A reduction
+that is one kernel with another that more than results needs, as in the gradients of a batch norm, runs with that. A
+slice of an array in memory stands before its reader, however late.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
 that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update. A
@@ -36,8 +37,10 @@ from autopar.compiler.memory.liveness import Key, Op
 _SUMS = ("reduce-scatter", "all-reduce")
 _FEW_BYTES = 4096
 """Most bytes whose sum, a loss, has kernels of its own; a larger one has its gradient's: of six GPTs compiled."""
-_AT_THE_END = math.inf
+_AT_THE_END = 2.0**60
 """The place behind the collectives that only results take."""
+_BEHIND_THE_SUM = math.inf
+"""The place behind the sum of what stands at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ def order_ops(
     beside = [bool(op.collective) and (scatters_sums or op.collective not in _SUMS) for op in ops]
     times = _times(ops, before, tail, beside, held, deferred, moved)
     held = {number: max(last, times[last]) for number, last in last_read.items()}
+    summed = max((times[number] for number, place in deferred.items() if place == _AT_THE_END), default=0.0)
+    held.update((number, summed + 0.5) for number, place in deferred.items() if place == _BEHIND_THE_SUM)
     for group in groups:
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
@@ -207,7 +212,8 @@ def _times(
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
     end = max(end, *(time for time in deferred.values() if time < len(ops)), 0)
     # What is done with one of those that wait stands before the next one.
-    turns = {number: 0.25 + 0.25 * turn / len(deferred) for turn, number in enumerate(sorted(deferred))}
+    by_place = sorted(deferred, key=lambda number: (deferred[number], number))
+    turns = {number: 0.25 + 0.25 * turn / len(deferred) for turn, number in enumerate(by_place)}
     for number in range(len(ops)):
         if tail[number]:
             # The results of collectives come while other work is going on, and wait for it.
@@ -216,11 +222,14 @@ def _times(
                 late.add(number)
         if number in deferred:
             waits_for = deferred[number] if deferred[number] < _AT_THE_END else end
+            waits_for = max(waits_for, held.get(number, 0.0))
             times.append(max((waits_for + turns[number], *(times[other] for other in before[number]))))
         elif tail[number] and number not in late:
             times.append(max((times[other] for other in before[number]), default=-1))
             if number in held:
                 times[-1] = max(times[-1], held[number] + 0.5)
+        elif number in moved.late and ops[number].kind in ("view", "form"):
+            times.append(max((times[other] for other in before[number]), default=-1))
         else:
             times.append(max((number, *(times[other] for other in before[number]))))
     _hurry(ops, moved.early, times)
@@ -372,8 +381,10 @@ def _deferred(
     waiting = [n for n in waiting if ops[n].kind != "reduction" or _reduced(ops[n], nbytes) not in kinds]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
-    if late and waiting and all(number < waiting[0] for number in early) and _one_sum(ops, before, groups, waiting):
-        return _behind_nothing(ops, waiting)
+    if late and waiting and all(number < waiting[0] for number in early):
+        summed = _one_sum(ops, before, groups, waiting)
+        if summed:
+            return _behind_nothing(ops, waiting, summed)
     if not early:
         return dict.fromkeys(waiting, _AT_THE_END) if late else {}
     found: dict[int, float] = {}
@@ -399,16 +410,17 @@ def _small_losses(ops: Sequence[Op], tail: Sequence[bool], nbytes: Mapping[Key, 
 
 
 def _reduced(op: Op, nbytes: Mapping[Key, float]) -> tuple[float, ...]:
-    """Return the bytes of what a reduction reads and makes: those of equal ones are one kernel."""
-    return (*(nbytes.get(key, 0.0) for key in op.reads), *(nbytes.get(key, 0.0) for key in op.results))
+    """Return the bytes of what a reduction reads and makes, and if of rows: those of equal ones are one kernel."""
+    return (op.reduces_rows, *(nbytes.get(key, 0.0) for key in op.reads), *(nbytes.get(key, 0.0) for key in op.results))
 
 
 def _one_sum(
     ops: Sequence[Op], before: Sequence[set[int]], groups: Sequence[Sequence[int]], waiting: Sequence[int]
-) -> bool:
-    """Return true if one collective takes all products that wait for a sum, so that none of them can hide it."""
+) -> set[int]:
+    """Return the ops that lead to the collective that takes all products that wait for a sum, so that none of them can
+    hide it, and to no product in between; none if there are several such collectives."""
     products = {number for number in waiting if _is_heavy(ops[number])}
-    taking = 0
+    taking: list[set[int]] = []
     for group in groups:
         seen, behind = set[int](), [*group]
         while behind:
@@ -416,14 +428,20 @@ def _one_sum(
             if number not in seen:
                 seen.add(number)
                 behind += () if _is_heavy(ops[number]) else before[number]
-        taking += not products.isdisjoint(seen)
-    return taking == 1
+        if not products.isdisjoint(seen):
+            taking.append(seen)
+    return taking[0] if len(taking) == 1 else set()
 
 
-def _behind_nothing(ops: Sequence[Op], waiting: Sequence[int]) -> dict[int, float]:
-    """Return the op behind which each of those that wait stands where they hide nothing: see the module."""
+def _behind_nothing(ops: Sequence[Op], waiting: Sequence[int], summed: Collection[int]) -> dict[int, float]:
+    """Return the op behind which each of those that wait stands where products hide nothing: see the module.
+
+    `summed` lead to the sum of the products: reductions for other sums are hidden by it.
+    """
     again = max((number for number, op in enumerate(ops) if op.kind == "barrier"), default=-1)
     others = set(waiting)
     chain = sum(_is_heavy(op) and number not in others for number, op in enumerate(ops) if number > again)
     fill = sum(_is_heavy(ops[number]) for number in waiting if number < again) > chain
-    return {number: again - 1 if fill and number < again else _AT_THE_END for number in waiting}
+    hidden = [number for number in waiting if ops[number].kind == "reduction" and number not in summed]
+    found = {number: again - 1.0 if fill and number < again else _AT_THE_END for number in waiting}
+    return found | dict.fromkeys(hidden, _BEHIND_THE_SUM)

@@ -17,6 +17,9 @@ then, too: some of it is earlier, but arrays in such places leave gaps, and need
 
 The zeros that gradients of windows are added to are those that a linear rectifier of the same shape compares with: the
 kernel that rectifies writes them, and they are there until the gradients are.
+
+Others are not there at all: a sum of an array and of what is scattered onto zeros is that scattered onto the array, as
+the gradient of an embedding that is the last product's kernel, too.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ ADDED_TO_ZEROS = "select_and_scatter_add"
 
 def rectifies(eqn: jc.JaxprEqn) -> bool:
     """Return true if an equation takes zero where its operand is less."""
-    return eqn.primitive.name == "max" and any(isinstance(v, jc.Literal) and not np.any(v.val) for v in eqn.invars)
+    return eqn.primitive.name == "max" and any(map(_is_zero, eqn.invars))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,35 @@ def made_elsewhere(
         elif number is not None and ops[number].collective == "all-gather":
             found.append((number, result, number))
     return [(result, number) for _, result, number in sorted(found, key=lambda each: -each[0])]
+
+
+def scattered_onto(ops: Sequence[Op], eqns: Sequence[jc.JaxprEqn | None]) -> list[tuple[int, int, tuple[Key, ...]]]:
+    """Return the ops that scatter onto zeros, with the one that adds each to other arrays alone, and these arrays.
+
+    `eqns` are those of the ops that evaluate one.
+    """
+    names = [eqn.primitive.name if eqn is not None else "" for eqn in eqns]
+    scattering = [number for number, name in enumerate(names) if name == "scatter-add" and ops[number].results]
+    if not scattering:
+        return []
+    zeros: set[Key] = set()
+    readers: dict[Key, list[int]] = {}
+    for number, (op, eqn) in enumerate(zip(ops, eqns, strict=True)):
+        for key in op.reads:
+            readers.setdefault(key, []).append(number)
+        made = op.kind == "constant" and eqn is not None and _is_zero(eqn.invars[0])
+        if made or (op.kind in ("fused", "view", "form") and op.reads and zeros.issuperset(op.reads)):
+            zeros.update(op.results)
+    found: list[tuple[int, int, tuple[Key, ...]]] = []
+    for number in scattering:
+        (result,), reading = ops[number].results, readers.get(ops[number].results[0], ())
+        if ops[number].reads[0] in zeros and len(reading) == 1 and names[reading[0]] in ("add", "add_any"):
+            found.append((number, reading[0], tuple(key for key in ops[reading[0]].reads if key != result)))
+    return [each for each in found if each[-1]]
+
+
+def _is_zero(value: object) -> bool:
+    return isinstance(value, jc.Literal) and not np.any(value.val)
 
 
 def without_places(updated: Mapping[Key, int], nbytes: Mapping[Key, float]) -> list[Key]:

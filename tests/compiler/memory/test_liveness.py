@@ -53,6 +53,22 @@ def test_only_what_is_dear_is_kept_for_two_readers(expensive, kept):
 
 
 @pytest.mark.parametrize(
+    ("gathers", "num_readers", "kept"),
+    [
+        pytest.param(True, 2, {"a": (0, 3), "c": (2, 5)}, id="what is computed of parts of a table is kept for two"),
+        pytest.param(True, 1, {"a": (0, 4)}, id="for one reader they are picked when it reads them"),
+        pytest.param(False, 2, {"a": (0, 5)}, id="what is not picked is computed again"),
+    ],
+)
+def test_what_is_gathered_of_a_table_is_not_gathered_again_for_every_reader(gathers, num_readers, kept):
+    readers = [Op("reduction", ("c",), (name,)) for name in "de"[:num_readers]]
+    ops = [PRODUCT, Op("fused", ("a",), ("b",), gathers=gathers), Op("fused", ("b", "x"), ("c",)), *readers]
+    sizes = dict.fromkeys("bcdewx", 1.0) | {"a": 64.0}
+    found = lifetimes(ops, "xw", "de"[:num_readers], sizes).whole
+    assert {key: (found[key].start, found[key].stop) for key in "abc" if key in found} == kept
+
+
+@pytest.mark.parametrize(
     ("growth", "num_readers", "kept"),
     [
         pytest.param(1.0, 3, "a", id="what is larger than its source is computed again"),

@@ -176,6 +176,30 @@ def test_gradients_whose_sum_nothing_hides_stand_before_what_is_computed_again_l
     assert {place(each) > place(region[-2]) for each in weights} == {not first}
 
 
+@pytest.mark.parametrize(
+    ("steps", "behind"),
+    [pytest.param("other", True, id="for another sum"), pytest.param("sum", False, id="for that of the products")],
+)
+def test_reductions_hide_the_sum_of_all_products_unless_it_waits_for_them(steps: str, behind: bool):
+    bias = Op("reduction", ("a",), ("db",))
+    sums = [
+        Op("apart", ("dw",), ("sw",), collective="all-reduce", steps="sum"),
+        Op("apart", ("db",), ("sb",), collective="all-reduce", steps=steps),
+    ]
+    nbytes = dict.fromkeys(("a", "x", "dw", "sw", "db", "sb"), 1.0)
+    place = order_ops([bias, WEIGHTS, BEFORE, LAST, *sums], nbytes, for_latency=True, scatters_sums=True).ops.index
+    assert place(BEFORE) < min(place(WEIGHTS), place(bias))
+    assert (place(bias) > place(sums[0])) == behind
+
+
+def test_a_reduction_of_columns_is_no_kernel_with_one_of_rows():
+    gain, mean = Op("reduction", ("a",), ("dg",)), Op("reduction", ("a",), ("m",), reduces_rows=True)
+    nbytes = {"total": 0, "a": 8, "dg": 1, "m": 1}
+    last = LAST._replace(reads=("b", "m"))
+    found = order_ops([gain, mean, BEFORE, last, LOSS], nbytes, for_latency=True, scatters_sums=True)
+    assert found.ops.index(BEFORE) < found.ops.index(gain)
+
+
 @pytest.mark.parametrize("mib, joined", [(15, True), (16, False)])
 def test_sums_of_gradients_are_one_collective_up_to_30_mib(mib, joined):
     weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]

@@ -11,6 +11,7 @@ from autopar.compiler.memory.twins import (
     TransposingUpdate,
     made_elsewhere,
     rectifies,
+    scattered_onto,
     transposing_updates,
     without_places,
 )
@@ -53,6 +54,31 @@ def test_a_gradient_of_images_reads_the_copy_of_a_kernel(side: int, stride: int,
 def test_only_a_maximum_with_zero_rectifies():
     found = [jax.make_jaxpr(lambda x, least=least: jnp.maximum(x, least))(1.0).jaxpr.eqns[-1] for least in (0.0, 1.0)]
     assert [rectifies(eqn) for eqn in found] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("initial", "again", "found"),
+    [
+        pytest.param(0.0, False, [(1, 2, ("other",))], id="onto the array that it is added to"),
+        pytest.param(1.0, False, [], id="only of zeros"),
+        pytest.param(0.0, True, [], id="only if nothing else reads it"),
+    ],
+)
+def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_other(initial: float, again: bool, found):
+    def table(other, places, rows):
+        return other + jnp.full((16, 4), initial, "float32").at[places].add(rows)
+
+    jaxpr = jax.make_jaxpr(table)(jnp.zeros((16, 4)), jnp.zeros(8, int), jnp.zeros((8, 4))).jaxpr
+    filled = next(eqn for eqn in jaxpr.eqns if eqn.outvars[0].aval.shape == (16, 4))
+    eqns = [filled, jaxpr.eqns[-2], jaxpr.eqns[-1]]
+    assert [eqn.primitive.name for eqn in eqns] == ["broadcast_in_dim", "scatter-add", "add"]
+    ops = [
+        Op("constant", (), ("zeros",)),
+        Op("apart", ("zeros", "places", "rows"), ("table",), over=True),
+        Op("fused", ("other", "table"), ("sum",)),
+    ]
+    more = [Op("fused", ("table",), ("more",))] if again else []
+    assert scattered_onto([*ops, *more], [*eqns, *(None for _ in more)]) == found
 
 
 @pytest.mark.parametrize(
