@@ -16,9 +16,9 @@ before what reads them, and a loss of few numbers, in kernels of its own, at the
 no other: all that are left stand behind it. Where only results take collectives there is nothing else to hide, and all
 of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
-gradients before it, these stand before it. Reductions for other sums stand behind that sum and hide it. A reduction
-that is one kernel with another that more than results needs, as in the gradients of a batch norm, runs with that. A
-slice of an array in memory stands before its reader, however late.
+gradients before it, these stand before it. What waits and leads to no sum, or to another one, stands behind that sum of
+all gradients and hides it. A reduction that is one kernel with another that more than results needs, as in the
+gradients of a batch norm, runs with that. A slice of an array in memory stands before its reader, however late.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
 that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update. A
@@ -40,7 +40,7 @@ _FEW_BYTES = 4096
 _AT_THE_END = 2.0**60
 """The place behind the collectives that only results take."""
 _BEHIND_THE_SUM = math.inf
-"""The place behind the sum of what stands at the end."""
+"""The place behind the one sum of all products that lead to sums, which stands at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,22 +381,46 @@ def _deferred(
     waiting = [n for n in waiting if ops[n].kind != "reduction" or _reduced(ops[n], nbytes) not in kinds]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
-    if late and waiting and all(number < waiting[0] for number in early):
-        summed = _one_sum(ops, before, groups, waiting)
-        if summed:
-            return _behind_nothing(ops, waiting, summed)
-    if not early:
-        return dict.fromkeys(waiting, _AT_THE_END) if late else {}
-    found: dict[int, float] = {}
-    joined = {number for group in groups for number in group}
-    alone = [[number] for number in late if number not in joined]
-    hidden = [(_AT_THE_END, sum(ops[number].seconds for number in group)) for group in [*groups, *alone]]
-    hidden += [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
+    summed = _one_sum(ops, before, groups, waiting) if late else set[int]()
+    if summed and all(number < waiting[0] for number in early):
+        found = _behind_nothing(ops, waiting)
+    elif early:
+        joined = {number for group in groups for number in group}
+        alone = [[number] for number in late if number not in joined]
+        hidden = [(_AT_THE_END, sum(ops[number].seconds for number in group)) for group in [*groups, *alone]]
+        hidden += [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
+        found = _behind_collectives(ops, waiting, hidden, update_s)
+    else:
+        found = dict.fromkeys(waiting, _AT_THE_END) if late else {}
+    chain = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in found), default=-1)
+    if chain in _needed(before, summed):
+        # Nothing of what other products need is left to hide the sum.
+        behind = [n for n, place in found.items() if n not in summed and place == _AT_THE_END]
+        found.update(dict.fromkeys(behind, _BEHIND_THE_SUM))
+    return found
+
+
+def _needed(before: Sequence[set[int]], numbers: Collection[int]) -> set[int]:
+    """Return the ops that some depend on, these included."""
+    found, left = set[int](), [*numbers]
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            left += before[number]
+    return found
+
+
+def _behind_collectives(
+    ops: Sequence[Op], waiting: Sequence[int], hidden: Sequence[tuple[float, float]], update_s: Mapping[int, float]
+) -> dict[int, float]:
+    """Return the op behind which each of those that wait stands; `hidden` are places and the seconds to hide there."""
+    left, found = [*waiting], dict[int, float]()
     for place, left_s in hidden:
-        while waiting and waiting[-1] > place:
-            waiting.pop()
-        while waiting and left_s > 0:
-            number = waiting.pop()
+        while left and left[-1] > place:
+            left.pop()
+        while left and left_s > 0:
+            number = left.pop()
             found[number] = place
             left_s -= ops[number].seconds + update_s.get(number, 0.0)
     return found
@@ -433,15 +457,10 @@ def _one_sum(
     return taking[0] if len(taking) == 1 else set()
 
 
-def _behind_nothing(ops: Sequence[Op], waiting: Sequence[int], summed: Collection[int]) -> dict[int, float]:
-    """Return the op behind which each of those that wait stands where products hide nothing: see the module.
-
-    `summed` lead to the sum of the products: reductions for other sums are hidden by it.
-    """
+def _behind_nothing(ops: Sequence[Op], waiting: Sequence[int]) -> dict[int, float]:
+    """Return the op behind which each of those that wait stands where they hide nothing: see the module."""
     again = max((number for number, op in enumerate(ops) if op.kind == "barrier"), default=-1)
     others = set(waiting)
     chain = sum(_is_heavy(op) and number not in others for number, op in enumerate(ops) if number > again)
     fill = sum(_is_heavy(ops[number]) for number in waiting if number < again) > chain
-    hidden = [number for number in waiting if ops[number].kind == "reduction" and number not in summed]
-    found = {number: again - 1.0 if fill and number < again else _AT_THE_END for number in waiting}
-    return found | dict.fromkeys(hidden, _BEHIND_THE_SUM)
+    return {number: again - 1 if fill and number < again else _AT_THE_END for number in waiting}

@@ -177,19 +177,22 @@ def test_gradients_whose_sum_nothing_hides_stand_before_what_is_computed_again_l
 
 
 @pytest.mark.parametrize(
-    ("steps", "behind"),
-    [pytest.param("other", True, id="for another sum"), pytest.param("sum", False, id="for that of the products")],
+    ("kind", "steps", "reads", "behind"),
+    [
+        pytest.param("reduction", "other", "d", True, id="a reduction for another sum"),
+        pytest.param("apart", "", "d", True, id="a product for none"),
+        pytest.param("reduction", "sum", "d", False, id="not what is summed with the products"),
+        pytest.param("reduction", "other", "b", False, id="other products hide the sum that needs not all of these"),
+    ],
 )
-def test_reductions_hide_the_sum_of_all_products_unless_it_waits_for_them(steps: str, behind: bool):
-    bias = Op("reduction", ("a",), ("db",))
-    sums = [
-        Op("apart", ("dw",), ("sw",), collective="all-reduce", steps="sum"),
-        Op("apart", ("db",), ("sb",), collective="all-reduce", steps=steps),
-    ]
-    nbytes = dict.fromkeys(("a", "x", "dw", "sw", "db", "sb"), 1.0)
-    place = order_ops([bias, WEIGHTS, BEFORE, LAST, *sums], nbytes, for_latency=True, scatters_sums=True).ops.index
-    assert place(BEFORE) < min(place(WEIGHTS), place(bias))
-    assert (place(bias) > place(sums[0])) == behind
+def test_what_waits_stands_behind_the_sum_of_all_products(kind: Any, steps: str, reads: str, behind: bool):
+    bias, weights = Op(kind, ("a",), ("db",)), WEIGHTS._replace(reads=(reads, "x"))
+    total = Op("apart", ("dw",), ("sw",), collective="all-reduce", steps="sum")
+    more = [Op("apart", ("db",), ("sb",), collective="all-reduce", steps=steps)] if steps else []
+    nbytes = dict.fromkeys(("a", "b", "d", "x", "dw", "sw", "db", "sb"), 1.0)
+    written = [BEFORE, bias, LAST, Op("apart", ("b",), ("d",)), Op("apart", ("d",), ("end of all",)), weights]
+    place = order_ops([*written, total, *more], nbytes, for_latency=True, scatters_sums=True).ops.index
+    assert (place(bias) > place(total)) == behind
 
 
 def test_a_reduction_of_columns_is_no_kernel_with_one_of_rows():
