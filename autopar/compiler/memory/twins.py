@@ -110,9 +110,12 @@ def scattered_onto(ops: Sequence[Op], eqns: Sequence[jc.JaxprEqn | None]) -> lis
         return []
     zeros: set[Key] = set()
     readers: dict[Key, list[int]] = {}
+    roots: dict[Key, Key] = {}
     for number, (op, eqn) in enumerate(zip(ops, eqns, strict=True)):
-        for key in op.reads:
-            readers.setdefault(key, []).append(number)
+        if op.kind == "form":
+            roots[op.results[0]] = roots.get(op.reads[0], op.reads[0])
+        for key in op.reads if op.kind != "form" else ():
+            readers.setdefault(roots.get(key, key), []).append(number)
         made = op.kind == "constant" and eqn is not None and _is_zero(eqn.invars[0])
         if made or (op.kind in ("fused", "view", "form") and op.reads and zeros.issuperset(op.reads)):
             zeros.update(op.results)
@@ -120,7 +123,8 @@ def scattered_onto(ops: Sequence[Op], eqns: Sequence[jc.JaxprEqn | None]) -> lis
     for number in scattering:
         (result,), reading = ops[number].results, readers.get(ops[number].results[0], ())
         if ops[number].reads[0] in zeros and len(reading) == 1 and names[reading[0]] in ("add", "add_any"):
-            found.append((number, reading[0], tuple(key for key in ops[reading[0]].reads if key != result)))
+            others = tuple(key for key in ops[reading[0]].reads if roots.get(key, key) != result)
+            found.append((number, reading[0], others))
     return [each for each in found if each[-1]]
 
 
