@@ -441,8 +441,10 @@ def _reduced(op: Op, nbytes: Mapping[Key, float]) -> tuple[float, ...]:
 def _one_sum(
     ops: Sequence[Op], before: Sequence[set[int]], groups: Sequence[Sequence[int]], waiting: Sequence[int]
 ) -> set[int]:
-    """Return the ops that lead to the collective that takes all products that wait for a sum, so that none of them can
-    hide it, and to no product in between; none if there are several such collectives."""
+    """Return the ops that lead to the one collective that takes all products that wait for a sum, but for what these read.
+
+    None of these products can hide it. Nothing where there are several such collectives.
+    """
     products = {number for number in waiting if _is_heavy(ops[number])}
     taking: list[set[int]] = []
     for group in groups:

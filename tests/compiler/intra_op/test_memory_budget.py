@@ -111,7 +111,7 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
     donated = state_inputs(trace)
     whole = data_parallel_peak(trace, (8,), donated)
     kinds, times = {}, []
-    for share in (1.0, 0.5, 0.44):
+    for share in (1.0, 0.5, 0.43):
         mesh, found, block = planned(
             trace, (8,), memory_budget=share * whole, memory_headroom=0.0, donated=donated, time_limit_s=120
         )
@@ -125,7 +125,7 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
     assert kinds[0.5].weights < 0.8 and kinds[0.5].gathered >= {"forward", "backward", "update"}
     assert not kinds[1.0].exchanges_activations and not kinds[0.5].exchanges_activations
     # Gathered weights take too much, too: products are split instead, and exchange activations.
-    assert kinds[0.44].weights < 0.3 and kinds[0.44].exchanges_activations
+    assert kinds[0.43].weights < 0.3 and kinds[0.43].exchanges_activations
 
 
 def test_budget_that_is_large_enough_changes_nothing():
