@@ -441,7 +441,7 @@ def _reduced(op: Op, nbytes: Mapping[Key, float]) -> tuple[float, ...]:
 def _one_sum(
     ops: Sequence[Op], before: Sequence[set[int]], groups: Sequence[Sequence[int]], waiting: Sequence[int]
 ) -> set[int]:
-    """Return the ops that lead to the one collective that takes all products that wait for a sum, but for what these read.
+    """Return the ops that lead to the one collective that takes all products that wait for a sum, up to these.
 
     None of these products can hide it. Nothing where there are several such collectives.
     """
