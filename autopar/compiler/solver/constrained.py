@@ -60,6 +60,9 @@ TRUST = 4.0
 """Factor by which a multiplier may grow at a time."""
 PROMISING_OPTIONS = 2
 """Options per node, apart from those met, that the search for a good candidate looks at."""
+BRANCHING_SHARE = 1 / 5
+"""Share of the work left that one branch and bound may take, once there is an assignment to improve: what more of it
+proves takes much longer, and is rarely better."""
 SHARE_TO_REDUCE_AGAIN = 0.7
 """Share of the options that the bound must leave, at most, for the problem to be reduced again without the others."""
 NEARLY = 0.02
@@ -327,7 +330,7 @@ def _solve_promising(search: _Search) -> None:
         first = np.argsort(least, kind="stable")[:PROMISING_OPTIONS] if np.isfinite(least).any() else []
         kept.append(np.unique([*first, *(assignment[node] for assignment in search.met)]).astype(np.intp))
     try:
-        assignment, _ = _solve_restricted(search, kept, search.effort.budget.part(1 / 5))
+        assignment, _ = _solve_restricted(search, kept, search.effort.budget.part(BRANCHING_SHARE))
     except Infeasible:
         return
     if assignment is not None:
@@ -337,8 +340,9 @@ def _solve_promising(search: _Search) -> None:
 def _solve_rest(search: _Search) -> None:
     """Branch and bound on the options that may be part of a better assignment than the best by `max_gap`."""
     most = search.value - search.effort.slack(search.value)
+    budget = search.effort.budget if search.best is None else search.effort.budget.part(BRANCHING_SHARE)
     try:
-        assignment, bound = _solve_restricted(search, search.not_excluded(most), search.effort.budget)
+        assignment, bound = _solve_restricted(search, search.not_excluded(most), budget)
     except Infeasible:
         if search.best is None:
             raise

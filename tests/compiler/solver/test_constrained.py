@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.compiler.solver import constrained
 from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured, lower_excess
 from autopar.compiler.solver.problem import (
@@ -153,6 +154,22 @@ def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bo
     for found in (best, easy):
         assert found.lower_bound <= best.value <= found.value * (1 + 1e-9)
         assert row_weight(rows[0], found.assignment) <= rows[0].limit
+
+
+def test_branch_and_bound_takes_a_part_of_the_work_once_there_is_a_choice(monkeypatch):
+    problem, parts = step_problem(1, num_nodes=200, factors=4), []
+    free = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
+    rows, solve = [memory_row(problem, 1, 0.4, free)], constrained.solve_in_whole_numbers
+
+    def solve_a_part(core, rows, *, budget, **options):
+        assert budget.whole is not None
+        parts.append(budget.left / budget.whole.left)
+        return solve(core, rows, budget=budget, **options)
+
+    monkeypatch.setattr(constrained, "solve_in_whole_numbers", solve_a_part)
+    found = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=1e-6, hopeless_excess=np.inf)
+    assert parts == [pytest.approx(constrained.BRANCHING_SHARE)] * len(parts) and len(parts) >= 2
+    assert found.lower_bound <= found.value and row_weight(rows[0], found.assignment) <= rows[0].limit
 
 
 def test_limits_that_the_fastest_choice_keeps_change_nothing():
