@@ -53,6 +53,7 @@ class JitShardings:
     plan: Plan
     trace: Trace
     _arguments: Any
+    """The structure of the arguments, all of them arrays."""
 
     def constrain(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step as planned, with a sharding constraint on every value inside, for `jax.jit`.
