@@ -59,8 +59,8 @@ def step_work(trace: Trace) -> StepWork:
 def input_parts(trace: Trace) -> tuple[tuple[Category, str], ...]:
     """Return the category and the path of every input.
 
-    State is what an output replaces; of it, parameters are what a differentiated equation reads. A step that replaces
-    nothing, as an evaluation, has parameters only: arrays of real numbers.
+    State is what an output replaces; of it, parameters are what a differentiated equation reads. Of a step that
+    replaces nothing, as an evaluation, parameters are its arrays of floating-point numbers beside the batch.
     """
     jaxpr = jc.open_jaxpr(trace.jaxpr)[0]
     differentiated = {id(atom) for eqn in jaxpr.eqns if jc.ad_phase(eqn) for atom in eqn.invars}

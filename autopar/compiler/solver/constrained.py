@@ -61,8 +61,8 @@ TRUST = 4.0
 PROMISING_OPTIONS = 2
 """Options per node, apart from those met, that the search for a good candidate looks at."""
 BRANCHING_SHARE = 1 / 5
-"""Share of the work left that one branch and bound may take, once there is an assignment to improve: what more of it
-proves takes much longer, and is rarely better."""
+"""Share of the work left that one branch and bound may take, unless it is the last one and there is no assignment yet:
+to prove that the best is met takes many times as long as to meet it."""
 SHARE_TO_REDUCE_AGAIN = 0.7
 """Share of the options that the bound must leave, at most, for the problem to be reduced again without the others."""
 NEARLY = 0.02
