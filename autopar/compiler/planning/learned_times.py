@@ -13,6 +13,7 @@ takes longer than its stages by themselves, by a share that grows with their num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -99,7 +100,9 @@ class LearnedTimes:
     trades: dict[object, _Trade] = field(default_factory=dict[object, _Trade])
     """The shares of their microbatches and of their updates apart, whatever the number of microbatches."""
     on: dict[StageSetting, float] = field(default_factory=dict[StageSetting, float])
-    """The least share of their time by their layers that stages took as a whole, want of memory apart."""
+    """The least share of their time by their layers that stages of many layers take as a whole, by what stages took.
+
+    What they gain, they gain at the borders within them. Want of memory is apart."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """The least share of the time by their stages as a whole that plans were simulated to take, by number of stages."""
     unlike: dict[int, float] = field(default_factory=dict[int, float])
@@ -120,7 +123,7 @@ class LearnedTimes:
             if by_layers_s := stage.cost.step_s(count):
                 self._learn_trade(candidate.whatever_microbatches[number], stage.cost, least)
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
-                    self._learn_on(StageSetting.of(stage, count), least.step_s(count) / by_layers_s)
+                    self._learn_on(stage, count, least.step_s(count) / by_layers_s)
 
     def _learn_trade(self, key: object, by_layers: StageCost, whole: StageCost) -> None:
         if by_layers.step_s(1) > by_layers.update_s > 0:
@@ -138,7 +141,7 @@ class LearnedTimes:
         elif self.is_roomy and _has_layouts(candidate):
             self.steps.append(1.0)
         if len(candidate.stages) == 1:
-            self._learn_on(StageSetting.of(candidate.stages[0], candidate.layers.num_microbatches), share)
+            self._learn_on(candidate.stages[0], candidate.layers.num_microbatches, share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take.
@@ -151,16 +154,28 @@ class LearnedTimes:
             self.unlike[number] = max(abs(1 - share), self.unlike.get(number, 0.0))
             self.simulated[number] = min(share, self.simulated.get(number, share))
 
-    def _learn_on(self, setting: StageSetting, share: float) -> None:
+    def _learn_on(self, stage: Stage, num_microbatches: int, share: float) -> None:
         if share <= _NO_GAIN or self.is_roomy:
-            self.on[setting] = min(share, _NO_GAIN, self.on.get(setting, share))
+            setting = StageSetting.of(stage, num_microbatches)
+            of_many = min(share, _NO_GAIN) if share >= 1 else 1 - (1 - share) / _bordered(stage.stop - stage.start)
+            self.on[setting] = min(of_many, self.on.get(setting, of_many))
 
-    def share_on(self, submesh: Submesh, several: bool | None = None, saves: bool | None = None) -> float:
+    def share_on(
+        self,
+        submesh: Submesh,
+        several: bool | None = None,
+        saves: bool | None = None,
+        num_layers: float = math.inf,
+    ) -> float:
         """Return the least share of their time by their layers that stages on a submesh are expected to take.
 
         For `several` microbatches or for one, where layers save memory or do not; what was seen for either tells, if it
         is not said. On one device there are no layouts to gain by, so that stages there tell nothing of others.
         """
+        least = self._of_many_on(submesh, several, saves)
+        return max(WHOLE_SHARE, least if least >= 1 else 1 - (1 - least) * _bordered(num_layers))
+
+    def _of_many_on(self, submesh: Submesh, several: bool | None, saves: bool | None) -> float:
         seen: dict[Submesh, float] = {}
         for setting, share in self.on.items():
             if several in (None, setting.several) and saves in (None, setting.saves):
@@ -169,8 +184,7 @@ class LearnedTimes:
             return seen[submesh]
         telling = {other: share for other, share in seen.items() if other.num_devices > 1}
         larger = [share for other, share in telling.items() if other.num_devices >= submesh.num_devices]
-        least = min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
-        return max(WHOLE_SHARE, least)
+        return min(larger, default=_LARGER_SHARE * min(telling.values(), default=0.0))
 
     def gains(self, *, several: bool) -> bool:
         """Return whether some stages took so much less than their layers that the best may be on other submeshes."""
@@ -268,14 +282,22 @@ class LearnedTimes:
             if whole in self.wholes
             else _Basis(_split_as(stage.cost, self.of_stages[key]), slack)
             if key in self.of_stages
-            else _Basis(stage.cost, slack * self.share_on(*StageSetting.of(stage, candidate.layers.num_microbatches)))
+            else _Basis(stage.cost, slack * self._share_of(stage, candidate.layers.num_microbatches))
             for whole, key, stage in each
         )
+
+    def _share_of(self, stage: Stage, num_microbatches: int) -> float:
+        return self.share_on(*StageSetting.of(stage, num_microbatches), num_layers=stage.stop - stage.start)
 
     def _trades(self, candidate: PipelineCandidate) -> tuple[_Trade | None, ...]:
         """Return how each stage traded time of its update for other microbatches; None where that tells nothing new."""
         each = zip(candidate.whatever_microbatches, candidate.scheduled_otherwise, strict=True)
         return tuple(None if same in self.of_stages else self.trades.get(alike) for alike, same in each)
+
+
+def _bordered(num_layers: float) -> float:
+    """Return how many borders within a stage there are to a layer. One layer has those of two: it may gain at its ends."""
+    return 1 - 1 / max(2.0, num_layers)
 
 
 def _costs(bases: Sequence[_Basis]) -> list[StageCost]:
