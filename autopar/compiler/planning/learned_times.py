@@ -143,6 +143,10 @@ class LearnedTimes:
         if len(candidate.stages) == 1:
             self._learn_on(candidate.stages[0], candidate.layers.num_microbatches, share)
 
+    def learn_program(self, layers: Stage, num_microbatches: int, seconds: float) -> None:
+        """Keep what a step takes in one program on a mesh, beside all of its layers as a stage there."""
+        self._learn_on(layers, num_microbatches, seconds / layers.cost.step_s(num_microbatches))
+
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take.
 
@@ -296,7 +300,7 @@ class LearnedTimes:
 
 
 def _bordered(num_layers: float) -> float:
-    """Return how many borders within a stage there are to a layer. One layer has those of two: it may gain at its ends."""
+    """Return the borders within a stage to each of its layers; of one layer those of two, as it may gain at its ends."""
     return 1 - 1 / max(2.0, num_layers)
 
 

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
+from autopar.compiler.inter_op.stage_costs import RangeTable, Stage, StageCost, cost_of_column
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
@@ -473,12 +473,21 @@ class RangeCosts:
             and count > 1 < like != count
             and (like < count or trace.num_rows >= like * submesh.num_devices)
             and (layers.cuts, layers.class_of) == (mine.cuts, mine.class_of)
-            and all(
-                costs.is_known(number, mesh_costs, choice) for number in range(len(layers.classes)) for choice in every
-            )
+            and all(_is_known(layers, costs, mesh_costs, choice) for choice in every)
         ]
         _, like, costs = min(found, key=lambda each: each[:2], default=(0.0, 0, None))
         return None if costs is None else (like, costs)
+
+    def all_layers(self, submesh: Submesh) -> Stage | None:
+        """Return all layers as one stage on a submesh, the fastest of those whose costs are known; None if none are."""
+        mesh_costs, count, stop = self._mesh_costs(submesh), self.layers.num_microbatches, len(self.layers.class_of)
+        known = [
+            self.cost(0, stop, submesh, choice)
+            for choice in self._every_free_choice(submesh)
+            if _is_known(self.layers, self.costs, mesh_costs, choice)
+        ]
+        best = min(known, key=lambda cost: cost.step_s(count), default=None)
+        return None if best is None else Stage(start=0, stop=stop, submesh=submesh, cost=best)
 
     def has_one_choice(self, submesh: Submesh) -> bool:
         """Return whether layers are known to need no less on a submesh than on one device, where nothing is solved for.
@@ -633,3 +642,8 @@ def _sums(layers: Sequence[StageCost]) -> _Sums:
     for start in range(len(layers)):
         most[start, start + 1 :] = np.maximum.accumulate(alone[start:])
     return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
+
+
+def _is_known(layers: Layers, costs: LayerCosts, mesh_costs: MeshCosts, choice: LayoutChoice) -> bool:
+    """Return whether the costs of all layers on a mesh are known, with layouts that are chosen so."""
+    return all(costs.is_known(number, mesh_costs, choice) for number in range(len(layers.classes)))
