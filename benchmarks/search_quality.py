@@ -4,6 +4,7 @@
     python -m benchmarks.search_quality --models mlp lstm --clusters random:0 random:1 random:2
     python -m benchmarks.search_quality --models gpt --clusters random:101 random:102 --before search_quality.json
     python -m benchmarks.search_quality --models gpt:2.6B --clusters "1x p3.16xlarge"
+    python -m benchmarks.search_quality --models gpt mlp --clusters "1x dgx-h100" --memory 0.4
 
 Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
 to take. A family and a size, as `gpt:15B`, are a model of `benchmarks.models.sizes`. It fails where `Auto()` takes more
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -32,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Link, Machine
 from autopar.methods import Method
@@ -105,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", type=_known, default=tuple(_models()), metavar="MODEL")
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="CLUSTER")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS), metavar="METHOD")
+    parser.add_argument("--memory", type=float, metavar="SHARE", help="memory of a device, of what Auto() would take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
     parser.add_argument(
         "--before", type=Path, metavar="FILE", help="rows by the same costs that none may be slower than"
@@ -116,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for cluster in args.clusters:
         for model in args.models:
-            rows.append(measured(model, cluster, [FREE, *(name for name in args.methods if name != FREE)]))
+            rows.append(measured(model, cluster, [FREE, *(name for name in args.methods if name != FREE)], args.memory))
             print(line(rows[-1]), flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
@@ -196,12 +200,15 @@ def random_cluster(seed: int) -> autopar.Cluster:
     return autopar.Cluster(num_devices=hosts * per_host, machine=machine)
 
 
-def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
-    """Plan a model for a cluster by every method, and simulate the plans."""
+def measured(model: str, cluster_name: str, methods: Sequence[str], memory: float | None = None) -> Row:
+    """Plan a model for a cluster by every method, and simulate the plans; `memory` is as for the command."""
     made, cluster = _model_of(model), cluster_of(cluster_name)
     given = {"batch_statistics": made.batch_statistics} if isinstance(made, Workload) else {}
     step = autopar.parallelize(made.step, cluster=cluster, donate_argnums=(0,))
     traced = step.trace(made.abstract_state, made.abstract_batch)
+    limit_bytes = float("inf")
+    if memory is not None:
+        limit_bytes = memory * traced.plan(replace(METHODS[FREE], **given)).simulate(cluster).peak_bytes
     step_ms: dict[str, float] = {}
     refused: dict[str, str] = {}
     words, gap, cpu_s = "", None, 0.0
@@ -210,13 +217,13 @@ def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                planned = traced.plan(replace(METHODS[name], **given))
+                planned = traced.plan(_within(replace(METHODS[name], **given), limit_bytes))
                 took_s = time.process_time() - began_s
                 report = planned.simulate(cluster)
         except AutoparError as error:
             refused[name] = f"{type(error).__name__}: {error}"
             continue
-        if not report.fits:
+        if not report.fits or report.peak_bytes > limit_bytes:
             refused[name] = "does not fit"
             continue
         step_ms[name] = 1e3 * report.step_time_s
@@ -238,6 +245,13 @@ def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
         ratio=ratio,
         best=best,
     )
+
+
+def _within(method: Method, limit_bytes: float) -> Method:
+    """Return the method with a budget that leaves its plan so many bytes of a device; others are only held to them."""
+    if not isinstance(method, autopar.Auto) or math.isinf(limit_bytes):
+        return method
+    return replace(method, memory=bytes_with_headroom(limit_bytes))
 
 
 def slower(rows: Sequence[Row], before: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -218,10 +218,12 @@ class RangeTable:
     values: StageArray
     cost: Callable[[int, int, int], StageCost]  # (start, stop, choice)
 
-    def in_time(self, share: float) -> "RangeTable":
-        """Return the costs if all took this share of its time."""
-        values = np.concatenate([share * self.values[:4], self.values[4:]])
-        return RangeTable(values=values, cost=lambda *place: self.cost(*place).in_time(share))
+    def in_time(self, shares: StageArray) -> "RangeTable":
+        """Return the costs if each range took its share [start, stop] of its time."""
+        values = np.concatenate([shares[..., None] * self.values[:4], self.values[4:]])
+        return RangeTable(
+            values=values, cost=lambda start, *rest: self.cost(start, *rest).in_time(float(shares[start, rest[0]]))
+        )
 
     def peak_bytes(self, num_in_flight: float) -> StageArray:
         """Return what a device needs with so many microbatches in flight, as `StageCost.peak_bytes` does."""

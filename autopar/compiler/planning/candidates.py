@@ -30,7 +30,7 @@ from autopar.compiler.planning.other_rows import OtherRows
 from autopar.compiler.planning.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.scope_demands import is_of_kind
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
-from autopar.compiler.planning.stage_problem import StageProblem
+from autopar.compiler.planning.stage_problem import StageProblem, TimeShare
 from autopar.compiler.planning.virtual_stages import make_virtual_stages, schedule_for_slow_links
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
@@ -547,7 +547,11 @@ def _partitioned(
 
     def table(submesh: Submesh) -> RangeTable:
         found = ranges.table(submesh, _allowed_ranges(problem, ranges.layers, timing, num_stages, submesh))
-        return found if (share := problem.time_share(submesh)) == 1 else found.in_time(share)
+        return (
+            found
+            if problem.time_share is None
+            else found.in_time(_time_shares(problem.time_share, submesh, num_layers))
+        )
 
     costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)
@@ -587,6 +591,13 @@ def _partitioned(
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
         is_known=is_known,
     )
+
+
+def _time_shares(share_of: TimeShare, submesh: Submesh, num_layers: int) -> np.ndarray:
+    """Return the shares [start, stop] of their time by their layers that ranges are expected to take on a submesh."""
+    by_length = np.array([1.0, *(share_of(submesh, length) for length in range(1, num_layers + 1))])
+    lengths = np.arange(num_layers + 1)[None, :] - np.arange(num_layers)[:, None]
+    return by_length[np.maximum(lengths, 0)]
 
 
 def _can_hold_all(problem: StageProblem, part: Submesh) -> bool:

@@ -167,11 +167,12 @@ class LearnedTimes:
     def share_on(
         self,
         submesh: Submesh,
+        num_layers: float = math.inf,
+        *,
         several: bool | None = None,
         saves: bool | None = None,
-        num_layers: float = math.inf,
     ) -> float:
-        """Return the least share of their time by their layers that stages on a submesh are expected to take.
+        """Return the least share of their time that stages of so many layers on a submesh are expected to take.
 
         For `several` microbatches or for one, where layers save memory or do not; what was seen for either tells, if it
         is not said. On one device there are no layouts to gain by, so that stages there tell nothing of others.
@@ -291,7 +292,8 @@ class LearnedTimes:
         )
 
     def _share_of(self, stage: Stage, num_microbatches: int) -> float:
-        return self.share_on(*StageSetting.of(stage, num_microbatches), num_layers=stage.stop - stage.start)
+        setting = StageSetting.of(stage, num_microbatches)
+        return self.share_on(setting.submesh, stage.stop - stage.start, several=setting.several, saves=setting.saves)
 
     def _trades(self, candidate: PipelineCandidate) -> tuple[_Trade | None, ...]:
         """Return how each stage traded time of its update for other microbatches; None where that tells nothing new."""
@@ -300,7 +302,7 @@ class LearnedTimes:
 
 
 def _bordered(num_layers: float) -> float:
-    """Return the borders within a stage to each of its layers; of one layer those of two, as it may gain at its ends."""
+    """Return the borders within a stage to each of its layers; of one those of two, as it may gain at its ends."""
     return 1 - 1 / max(2.0, num_layers)
 
 

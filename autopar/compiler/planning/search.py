@@ -347,10 +347,10 @@ class _Search(SearchState):
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         problem = replace(self.within_time(known.problem), share=region.share)
         thorough, mixed = problem.method.effort == "thorough", problem.hardware.is_mixed
-        first = not (self.learned.of_stages or region.searched or mixed or thorough)
-        least_share = _USUAL_SHARE if first else self.learned.least_share
+        first = not (self.learned.of_stages or region.searched or mixed)
+        least_share = _USUAL_SHARE if first and not thorough else self.learned.least_share
         below_s = limit_s = self.best_s / least_share
-        if not (first or thorough) and self.learned.gains(several=count > 1):
+        if not first and self.learned.gains(several=count > 1):
             expected = partial(self.learned.share_on, several=count > 1, saves=False)
             problem, limit_s = replace(problem, time_share=expected), self.best_s / _USUAL_SHARE
         known, whole_share = replace(known, problem=problem), least_share if first else WHOLE_SHARE

@@ -566,10 +566,10 @@ class RangeCosts:
     ) -> StageCost:
         """Return what a layer needs at least on a submesh where it is not solved for, by its work.
 
-        By the time that it takes on more devices, which is no more, and its share of the weight gradient there. And by
-        the time of `others`: more rows take no less, and fewer save no more than their share of what does not begin
-        anew for each microbatch. Where these alone tell, half of a backward pass is taken to be the weight gradient:
-        schedules can make use of no more.
+        By the time that it takes on more devices, which is no more, and no more than on one of them, as it need not be
+        divided; by its share of the weight gradient there. And by the time of `others`: more rows take no less, and
+        fewer save no more than their share of what does not begin anew for each microbatch. Where these alone tell,
+        half of a backward pass is taken to be the weight gradient: schedules can make use of no more.
         """
         machine, num_devices = self.problem.machine_of(submesh), submesh.num_devices
         least, every = self.costs.least(number, machine, num_devices), self._every_free_choice(submesh)
@@ -587,7 +587,8 @@ class RangeCosts:
             seconds.append(whole - (1 - factor) * np.maximum(whole - begins, 0.0))
         if len(seconds) == 1:
             return least
-        forward_s, backward_s = np.max(seconds, axis=0).tolist()
+        alone = _seconds(self.costs.on_one_device(number, machine))
+        forward_s, backward_s = np.maximum(seconds[0], np.minimum(np.max(seconds, axis=0), alone)).tolist()
         weight_s = max(least.weight_s, weight_share * backward_s)
         return replace(least, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s, update_s=update_s)
 

@@ -31,6 +31,9 @@ from autopar.methods import Auto, offloaded
 
 _STAGE_AXES = ("data", "model")
 
+TimeShare = Callable[[Submesh, int], float]
+"""Tells of stages of so many layers on a submesh the share of their time that they are expected to take as a whole."""
+
 
 class TimeIsUp(Exception):
     """The time for a search has passed before a part of its space was looked at to its end."""
@@ -48,8 +51,8 @@ class StageProblem:
     """True if the plan will be compiled to see what it needs, and so may use all of its memory budget."""
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
-    time_share: Callable[[Submesh], float] = lambda submesh: 1.0
-    """The part of the time by a stage's layers that it is expected to take on a submesh."""
+    time_share: TimeShare | None = None
+    """The part of the time by their layers that stages are expected to take."""
     deadline_s: float = math.inf
     """The seconds of `time.process_time()` until which it may be worked on."""
     cut: LayerCutter | None = None
