@@ -207,6 +207,7 @@ def run_program(
         "threads": 1,
         "random_seed": 1,
         "mip_max_nodes": most_nodes,
+        "mip_allow_restart": False,  # most of the time at the first node went to reducing the program again and again
         "time_limit": last_resort_s,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": max(1e-8, gap * scale),
