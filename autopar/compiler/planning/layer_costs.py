@@ -94,12 +94,18 @@ class LayerOptimum(NamedTuple):
     gap: float
     border: Mapping[Any, Layout]
 
+    @property
+    def task_s(self) -> float:
+        """The seconds of its forward and its backward pass."""
+        return self.cost.forward_s + self.cost.backward_s
+
 
 @dataclass(kw_only=True, eq=False)
 class LayerCosts:
     """The costs of classes on meshes, each computed when it is first asked for.
 
-    The layouts in which the most common class hands on its activations hold for all classes.
+    The layouts in which the most common class hands on its activations hold for all classes. They divide examples alone
+    where that is as good.
     """
 
     classes: Sequence[LayerClass]
@@ -156,13 +162,29 @@ class LayerCosts:
         return self._optimum(self.most_common, mesh_costs, choice._replace(memory_multiplier=0.0)).border
 
     def _solved(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> LayerOptimum:
+        free = choice._replace(memory_multiplier=0.0)
+        found = self._solved_with(self._choices_of(number, mesh_costs, free), number, mesh_costs, choice)
+        if number != self.most_common or choice != free or _examples_only(self.classes[number], found.border):
+            return found
+        # Where features or positions are divided at no gain, other classes would have to divide them, too.
+        usual = _by_examples(self.classes[number], mesh_costs.mesh)
+        choices = self._choices_with(usual, number, mesh_costs, free)
+        by_examples = self._solved_with(choices, number, mesh_costs, choice)
+        if by_examples.task_s > (1 + ESTIMATE_GAP) * found.task_s:
+            return found
+        self.choices[_choices_key(number, mesh_costs, free)] = choices
+        return by_examples
+
+    def _solved_with(
+        self, choices: PricedTaskGraph, number: int, mesh_costs: MeshCosts, choice: LayoutChoice
+    ) -> LayerOptimum:
         layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
         charged = host_charges(layer, mesh_costs.machine)
         if choice.memory_multiplier:
             charged |= memory_charges(
                 layer, self.cost(number, mesh_costs, free), choice.memory_multiplier, mesh_costs.mesh.num_devices
             )
-        solved = self._choices_of(number, mesh_costs, free).best(
+        solved = choices.best(
             charged,
             time_limit_s=self.time_limit_s,
             max_gap=ESTIMATE_GAP,
@@ -273,20 +295,22 @@ class LayerCosts:
         )
 
     def _choices_of(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> PricedTaskGraph:
-        mesh = mesh_costs.mesh
-        key = (number, mesh.shape, mesh_costs.machine, free)
+        key = _choices_key(number, mesh_costs, free)
         if key not in self.choices:
-            layer = self.classes[number]
             usual = self._at_borders(number, mesh_costs, free)
-            constraints = replace(
-                layer_constraints(layer, mesh, self.method, free.splits, usual),
-                alike={**layer.constraints.alike, **_as_they_came(layer)},
-            )
-            choices = task_graph(layer.tasks, mesh_costs, constraints)
-            self.choices[key] = PricedTaskGraph(
-                graph=choices, names=layer.state | layer.on_host | layer.kept | layer.fed
-            )
+            self.choices[key] = self._choices_with(usual, number, mesh_costs, free)
         return self.choices[key]
+
+    def _choices_with(
+        self, usual: Mapping[str, tuple[Layout, ...]], number: int, mesh_costs: MeshCosts, free: LayoutChoice
+    ) -> PricedTaskGraph:
+        layer = self.classes[number]
+        constraints = replace(
+            layer_constraints(layer, mesh_costs.mesh, self.method, free.splits, usual),
+            alike={**layer.constraints.alike, **_as_they_came(layer)},
+        )
+        graph = task_graph(layer.tasks, mesh_costs, constraints)
+        return PricedTaskGraph(graph=graph, names=layer.state | layer.on_host | layer.kept | layer.fed)
 
     def _at_borders(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> dict[str, tuple[Layout, ...]]:
         layer, border = self.classes[number], self._border(number, mesh_costs, free)
@@ -522,6 +546,34 @@ def _as_they_came(layer: LayerClass) -> dict[str, str]:
         name: came[_type(types[name])]
         for name in layer.batch_axes
         if name in types and name in made and _type(types[name]) in came
+    }
+
+
+def _choices_key(number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> Hashable:
+    return number, mesh_costs.mesh.shape, mesh_costs.machine, free
+
+
+def _divides_only(layout: Layout, axis: int | None) -> bool:
+    return not layout.partial and not any(axes for dim, axes in enumerate(layout.dims) if dim != axis)
+
+
+def _examples_only(layer: LayerClass, border: Mapping[Any, Layout]) -> bool:
+    """Return whether nothing but examples is divided where a layer hands on activations."""
+    types = layer.types
+    return all(
+        _divides_only(border[_type(types[name])], axis)
+        for name, axis in layer.batch_axes.items()
+        if name in types and _type(types[name]) in border
+    )
+
+
+def _by_examples(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts of activations at the borders of a layer that divide nothing but examples."""
+    types = layer.types
+    return {
+        name: tuple(each for each in even_layouts(tuple(types[name].shape), mesh) if _divides_only(each, axis))
+        for name, axis in layer.batch_axes.items()
+        if name in types
     }
 
 
