@@ -132,6 +132,12 @@ SWEEPS = (
         shows="Auto() beside its own restrictions and plans by hand, simulated",
     ),
     Sweep(
+        name="freedom",
+        words=("benchmarks.freedom",),
+        minutes=60,
+        shows="ladders of devices, memory, links, effort and kinds of parallelism: more of one makes no plan slower",
+    ),
+    Sweep(
         name="published_plans",
         words=("benchmarks.published_plans",),
         minutes=None,

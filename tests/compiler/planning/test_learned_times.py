@@ -14,7 +14,7 @@ from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
 from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.space import Completion, Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stage_layouts import StagesTooSlow
 from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import step_bounds
@@ -134,8 +134,8 @@ def test_one_microbatch_tells_nothing_of_several_unless_either_will_do():
     learned = LearnedTimes(
         on={StageSetting(four, True): 0.97, StageSetting(four, False): 0.9, StageSetting(two, True): 0.98}
     )
-    assert [learned.share_on(four, several) for several in (True, False, None)] == [0.97, 0.9, 0.9]
-    assert [learned.share_on(two, several) for several in (True, False, None)] == [0.98, 0.9, 0.98]
+    assert [learned.share_on(four, several=several) for several in (True, False, None)] == [0.97, 0.9, 0.9]
+    assert [learned.share_on(two, several=several) for several in (True, False, None)] == [0.98, 0.9, 0.98]
     assert LearnedTimes(on={StageSetting(four, True): 0.97}).share_on(four, several=False) == 0.85
 
 
@@ -146,7 +146,9 @@ def test_stages_whose_layers_save_memory_gain_apart_from_others(candidates):
     learned.learn_stages(first, dict(enumerate(stage.cost for stage in first.stages)), gap=0.0)
     assert learned.least_s(first) > 0.98 * first.step_time_s > 1.1 * learned.least_s(saves)
     learned.learn_stages(saves, dict(enumerate(stage.cost.in_time(0.9) for stage in saves.stages)), gap=0.0)
-    assert all(learned.share_on(stage.submesh, saves=True) == pytest.approx(0.9) for stage in saves.stages)
+    several = [stage for stage in saves.stages if stage.stop - stage.start > 1]
+    shares = [learned.share_on(stage.submesh, stage.stop - stage.start, saves=True) for stage in several]
+    assert shares == pytest.approx([0.9] * len(several)) and several
     assert {learned.share_on(stage.submesh, saves=False) for stage in saves.stages} == {1.0}
 
 
@@ -188,12 +190,12 @@ def test_stages_are_found_by_what_they_take_as_a_whole(problem, candidates):
     """Where stages on other submeshes gain much, these are the best."""
     fastest = min(candidates, key=lambda each: each.step_time_s)
     before = {stage.submesh for stage in fastest.stages}
-    gaining = dataclasses.replace(problem, time_share=lambda submesh: 1.0 if submesh in before else 0.25)
+    gaining = dataclasses.replace(problem, time_share=lambda submesh, _: 1.0 if submesh in before else 0.25)
     known = dataclasses.replace(KnownLayers.of(problem), problem=gaining)
     found = stage_candidates(gaining, known, 1, (2, 3), math.inf)
 
     def whole_s(candidate: PipelineCandidate) -> float:
-        shares = [gaining.time_share(stage.submesh) for stage in candidate.stages]
+        shares = [1.0 if stage.submesh in before else 0.25 for stage in candidate.stages]
         return candidate.simulate_s([s.cost.in_time(share) for s, share in zip(candidate.stages, shares, strict=True)])
 
     best = min(found, key=whole_s)
@@ -201,6 +203,31 @@ def test_stages_are_found_by_what_they_take_as_a_whole(problem, candidates):
     assert whole_s(best) < whole_s(fastest) < best.step_time_s
     # What a candidate says is by its layers all the same.
     assert best.step_time_s == pytest.approx(best.simulate_s([stage.cost for stage in best.stages]))
+
+
+def test_stages_gain_at_the_borders_within_them(candidates):
+    of_two = next(
+        dataclasses.replace(each, stages=tuple(dataclasses.replace(s, start=0, stop=2) for s in each.stages))
+        for each in candidates
+    )
+    learned = LearnedTimes()
+    learned.learn_stages(of_two, dict(enumerate(stage.cost.in_time(0.96) for stage in of_two.stages)), gap=0.0)
+    shares = [learned.share_on(of_two.stages[0].submesh, number) for number in (1, 2, 3, 4, 1000)]
+    assert shares == pytest.approx([0.96, 0.96, 1 - 0.08 * 2 / 3, 0.94, 0.92], abs=1e-3)
+
+
+def test_one_program_on_a_mesh_tells_what_stages_there_may_gain(problem):
+    known = KnownLayers.of(problem)
+    layers, costs = known(1, remat=False, splits=False)
+    ranges, four = RangeCosts(problem, layers, costs), cluster_shape(4, 8)
+    assert ranges.all_layers(four) is None  # nothing is known there yet
+    ranges.solve([four])
+    by_layers_s = ranges(0, len(layers.class_of), four)[0].step_s(1)
+    whole, learned = ranges.all_layers(four), LearnedTimes()
+    assert whole is not None and whole.cost.step_s(1) == pytest.approx(by_layers_s)
+    learned.learn_program(whole, 1, 0.92 * by_layers_s)
+    assert learned.share_on(four, len(layers.class_of), several=False) == pytest.approx(0.92)
+    assert learned.gains(several=False) and not learned.gains(several=True)
 
 
 def test_one_device_without_layouts_tells_nothing_of_several():

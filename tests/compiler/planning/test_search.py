@@ -21,10 +21,13 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, find_layers, layer_class
 from autopar.compiler.planning.layer_costs import LayerCosts, LayoutChoice, stage_cost
+from autopar.compiler.planning.stage_costs import KnownLayers
+from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from benchmarks.models import MODELS
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.compiler.stage_plans import QUICK
 
@@ -244,6 +247,21 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.update_s
     assert direct_s <= composed_s * 1.001
     assert composed_s == pytest.approx(direct_s, rel=0.05)
+
+
+def test_layers_hand_on_examples_divided_where_positions_would_do_as_well():
+    made, cluster = MODELS["vit"](), autopar.Cluster(num_devices=4, kind="dgx-h100")
+    trace = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch).trace
+    problem = StageProblem(trace=trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+    layers, costs = KnownLayers.of(problem)(1, remat=False, splits=False)
+    mesh_costs = MeshCosts(machine=cluster.machine, mesh=LogicalMesh(shape=(2, 2), axis_names=("data", "model")))
+    for number in range(len(layers.classes)):
+        costs.cost(number, mesh_costs, LayoutChoice(0.0))
+    (border,) = {
+        layout for each in costs.optima.values() for aval, layout in each.border.items() if len(aval[0]) == 3
+    }  # one for all classes
+    examples, *others = border.dims
+    assert examples == (0, 1) and not any(others)
 
 
 def test_equal_layers_are_solved_for_once():
