@@ -193,7 +193,7 @@ LADDERS: Mapping[str, Callable[[Tracer, Machine], Iterator[Rung]]] = {
     "effort": _efforts,
     "kinds": _kinds,
 }
-"""What there is more and more of."""
+"""The ladders, by the thing that there is more and more of."""
 
 
 def line(row: Row) -> str:

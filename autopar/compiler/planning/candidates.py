@@ -547,11 +547,7 @@ def _partitioned(
 
     def table(submesh: Submesh) -> RangeTable:
         found = ranges.table(submesh, _allowed_ranges(problem, ranges.layers, timing, num_stages, submesh))
-        return (
-            found
-            if problem.time_share is None
-            else found.in_time(_time_shares(problem.time_share, submesh, num_layers))
-        )
+        return found if problem.time_share is None else found.in_time(_shares(problem.time_share, submesh, num_layers))
 
     costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)
@@ -593,7 +589,7 @@ def _partitioned(
     )
 
 
-def _time_shares(share_of: TimeShare, submesh: Submesh, num_layers: int) -> np.ndarray:
+def _shares(share_of: TimeShare, submesh: Submesh, num_layers: int) -> np.ndarray:
     """Return the shares [start, stop] of their time by their layers that ranges are expected to take on a submesh."""
     by_length = np.array([1.0, *(share_of(submesh, length) for length in range(1, num_layers + 1))])
     lengths = np.arange(num_layers + 1)[None, :] - np.arange(num_layers)[:, None]
