@@ -44,7 +44,7 @@ from autopar.compiler.planning.follow import Followed
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.planning.scope_demands import scopes_kept
 from autopar.compiler.planning.search import Simulated
-from autopar.compiler.planning.whole_inputs import note_whole_inputs
+from autopar.compiler.planning.whole_inputs import note_whole
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
 from autopar.dump import dump_name, write_dump
@@ -601,7 +601,7 @@ class Traced:
                     cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
                 )
             )
-            note_whole_inputs(trace, plan)
+            note_whole(trace, plan, partial(passes.cut_step, trace, plan))
         scopes = tuple(map(str, scopes_kept(trace, asked)))
         return Planned(plan=plan, trace=trace, source=self.source, method=asked, scopes=scopes)
 

@@ -82,7 +82,7 @@ class MemoryTooSmall(InvalidArgument):
 
 
 class ReplicatedWarning(UserWarning):
-    """An equation that every device computes as a whole, because nothing says how it can be split."""
+    """Arrays or work that every device has whole, or several alike, because nothing that is allowed divides them."""
 
 
 class GenericFiguresWarning(UserWarning):

@@ -529,7 +529,7 @@ class Zero(_RestrictedSearch):
     Raises `InvalidArgument` for another stage than 1, 2 or 3.
     """
 
-    divides: ClassVar[tuple[str, ...]] = ("state",)
+    divides: ClassVar[tuple[str, ...]] = ("batch", "state")
     stage: int = 3
 
 
@@ -544,6 +544,8 @@ class ExpertParallel(_RestrictedSearch):
 
     All other parameters are on every device (Lepikhin et al. 2020).
     """
+
+    divides: ClassVar[tuple[str, ...]] = ("batch",)
 
 
 HandMethod = DataParallel | ShardParallel | PipelineParallel

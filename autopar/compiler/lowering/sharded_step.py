@@ -65,19 +65,24 @@ def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
     return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links, order=order)
 
 
-def planned_block(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, LocalBlock]:
-    """The step as a plan with a sharding has it, and that spelled out: what is computed again, the microbatches."""
+def planned_layouts(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, BlockPlan]:
+    """The step as a plan with a sharding has it (what is computed again, the microbatches), and its layouts."""
     assert plan.sharding is not None
-    mesh = logical_mesh(plan.meshes[0])
     closed = one_jaxpr(
         rematerialize(trace, plan.sharding.recomputed_layers, plan.sharding.num_layers),
         num_microbatches=plan.num_microbatches,
         batch_statistics=plan.batch_statistics,
         random=plan.random,
     )
-    layouts = from_data(plan.sharding.layouts, mesh)
+    layouts = from_data(plan.sharding.layouts, logical_mesh(plan.meshes[0]))
     _check_fits(closed, layouts, trace)
-    return closed, local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
+    return closed, layouts
+
+
+def planned_block(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, LocalBlock]:
+    """The step as a plan with a sharding has it, and that spelled out."""
+    closed, layouts = planned_layouts(trace, plan)
+    return closed, local_block(jc.open_jaxpr(closed)[0], layouts, logical_mesh(plan.meshes[0]))
 
 
 def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:

@@ -15,13 +15,14 @@ tried, so that allowing more kinds never loses a plan. Everything else is left t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.compiler.frontend.dimension_kinds import DimensionKinds, ValueKinds, program_kinds
 from autopar.compiler.frontend.scopes import demand_of
 from autopar.compiler.intra_op.plan_program import Constraints
+from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
@@ -127,13 +128,12 @@ def within_kinds(
 
 def graph_kinds(graph: StageGraph, batch_axes: Mapping[int, int]) -> Mapping[str, ValueKinds]:
     """Return the kinds of the dimensions of the values between the tasks of a stage graph."""
-    whole = [i for i in graph.inputs if i.kind == "whole"]
+    examples, state = _given(graph, batch_axes)
     added = [a for task in graph.tasks for a in task.accumulations]
     found = program_kinds(
         [(task.jaxpr, task.inputs, task.outputs) for task in graph.tasks],
-        examples=[(i.value, i.axis) for i in graph.inputs if i.kind == "microbatch"]
-        + [(i.value, batch_axes[i.leaf]) for i in whole if i.leaf is not None and i.leaf in batch_axes],
-        state=[i.value for i in whole if i.leaf not in batch_axes],
+        examples=examples,
+        state=state,
         joined=[(a.operand, a.result) for a in added if a.kind != "concatenate"],
     )
     # What the microbatches make of their examples stands behind each other.
@@ -141,6 +141,20 @@ def graph_kinds(graph: StageGraph, batch_axes: Mapping[int, int]) -> Mapping[str
     for a in (a for a in added if a.kind == "concatenate"):
         behind[a.result][a.axis] = ((graph.values[a.result].shape[a.axis], "data"),)
     return {**found.named, **{name: tuple(value) for name, value in behind.items()}}
+
+
+def task_kinds(graph: StageGraph, tasks: Iterable[GroupTask], batch_axes: Mapping[int, int]) -> DimensionKinds:
+    """Return the kinds of the dimensions of all values in the tasks of all stages of a graph."""
+    examples, state = _given(graph, batch_axes)
+    return program_kinds([(task.jaxpr, task.inputs, task.outputs) for task in tasks], examples=examples, state=state)
+
+
+def _given(graph: StageGraph, batch_axes: Mapping[int, int]) -> tuple[list[tuple[str, int]], list[str]]:
+    """Return the inputs that hold examples, each with their dimension, and the inputs that are state."""
+    whole = [i for i in graph.inputs if i.kind == "whole"]
+    examples = [(i.value, i.axis) for i in graph.inputs if i.kind == "microbatch"]
+    examples += [(i.value, batch_axes[i.leaf]) for i in whole if i.leaf is not None and i.leaf in batch_axes]
+    return examples, [i.value for i in whole if i.leaf not in batch_axes]
 
 
 def kept_layouts(

@@ -1,22 +1,25 @@
 """Find the inputs that a plan leaves whole on every device because no axis of its meshes divides them.
 
 JAX wants equal parts of every array outside of a program, so that such an input lies whole between steps, whatever
-its parts are inside of one.
+its parts are inside of one. Where the batch itself divides, the work on it may not: see `shared_work`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from autopar.compiler.frontend.trace import Leaf, Trace
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import DATA
+from autopar.compiler.planning.shared_work import note_shared_work
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.replication import note_replicated
 from autopar.ir.instructions import listed
 from autopar.ir.plan import MeshPlan, Plan
-from autopar.methods import Method
+from autopar.methods import Auto, Method, SearchMethod
 
 _WORTH_A_WORD_BYTES = 2**16
 """Least bytes of an array of the state to note: smaller ones cost next to nothing on every device."""
@@ -24,15 +27,21 @@ _WORTH_A_WORD_BYTES = 2**16
 _METHODS = {method.__name__: method for method in get_args(Method)}
 
 
-def note_whole_inputs(trace: Trace, plan: Plan) -> None:
-    """Note the batch, and the large arrays of the state, that the plan's method would have divided and could not."""
+def note_whole(trace: Trace, plan: Plan, cut: Callable[[], StageGraph]) -> None:
+    """Note the batch, the work on it and large arrays of the state, that the plan's method would divide and could not.
+
+    `cut` makes the stages of the plan.
+    """
     meshes = [mesh for mesh in plan.meshes if len(mesh.devices) > 1]
     method = _METHODS.get(plan.method)
     if not meshes or method is None:  # a plan that follows another one takes the state as it lies
         return
     divides, kinds = method.divides, () if plan.certificate is None else plan.certificate.kinds
-    if "batch" in divides and (not kinds or "data" in kinds):
-        _note_batch(trace, plan, meshes, any_axis="state" in divides)
+    if trace.batch_inputs and "batch" in divides and (not kinds or "data" in kinds):
+        any_axis = issubclass(method, get_args(SearchMethod))
+        divides_other = method is Auto and (not kinds or "tensor" in kinds)  # dimensions, where that takes less time
+        if not _note_batch(trace, plan, meshes, any_axis=any_axis) and not divides_other:
+            note_shared_work(trace, plan, cut, lambda mesh: _parts_of_rows(trace, plan, mesh, any_axis=any_axis))
     if "state" in divides and (not kinds or {"zero", "tensor", "expert"} & set(kinds)):
         sizes = {size for mesh in meshes for size in mesh.shape if size > 1}
         whole = [leaf for leaf in _state(trace, plan) if not any(_divides(size, leaf.aval.shape) for size in sizes)]
@@ -45,25 +54,38 @@ def note_whole_inputs(trace: Trace, plan: Plan) -> None:
             )
 
 
-def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan], *, any_axis: bool) -> None:
+def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan], *, any_axis: bool) -> bool:
+    """Note the batch if it enters whole as its rows do not divide, and is not tiny; returns whether it enters so."""
     sizes = {
         size
         for mesh in meshes
         for name, size in zip(mesh.axis_names, mesh.shape, strict=True)
         if size > 1 and (name == DATA or any_axis)
     }
-    if not trace.batch_inputs or not sizes or (any_axis and trace.num_rows == 1):  # one example is divided inside
-        return
+    if not sizes or (any_axis and trace.num_rows == 1):  # one example is divided inside
+        return False
     rows = trace.num_rows // plan.num_microbatches
     leaves = [trace.inputs[i] for i in trace.batch_inputs if trace.inputs[i].name not in plan.input_specs]
-    if any(rows % size == 0 for size in sizes) or all(below_split_size(leaf.aval) for leaf in leaves):
-        return
-    parts = "" if plan.num_microbatches == 1 else " of a microbatch"
-    names = listed(tuple(leaf.name for leaf in leaves))
-    note_replicated(
-        f"{names} enter whole on every device, as their {rows} rows{parts} do not divide among {_counts(sizes)} "
-        f"devices. Give a batch of a multiple of that, or use another number of devices."
-    )
+    if not leaves or any(rows % size == 0 for size in sizes):
+        return False
+    if not all(below_split_size(leaf.aval) for leaf in leaves):
+        parts = "" if plan.num_microbatches == 1 else " of a microbatch"
+        names = listed(tuple(leaf.name for leaf in leaves))
+        note_replicated(
+            f"{names} enter whole on every device, as their {rows} rows{parts} do not divide among {_counts(sizes)} "
+            f"devices. Give a batch of a multiple of that, or use another number of devices."
+        )
+    return True
+
+
+def _parts_of_rows(trace: Trace, plan: Plan, mesh: LogicalMesh, *, any_axis: bool) -> int:
+    """Return among how many devices of a mesh the method divides rows: those along the axes that split the batch."""
+    leaves = [(trace.inputs[i].name, axis) for i, axis in trace.batch_axes.items()]
+    axes = set(mesh.axis_names) if any_axis else {DATA}
+    for name, axis in leaves:
+        entry = (*plan.input_specs.get(name, ()), *[None] * (axis + 1))[axis]
+        axes |= {entry} if isinstance(entry, str) else set(entry or ())
+    return math.prod(size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if name in axes)
 
 
 def _state(trace: Trace, plan: Plan) -> list[Leaf]:
