@@ -256,7 +256,7 @@ class _Walk:
         after = self.through(loop.body, inputs, phase, eqn.invars[: loop.num_consts])
         self.join_all(carry, after[: loop.num_carry])
         self._ends(rounds, [factors for value in carry for factors in value], phase)
-        if carry:
+        if carry and phase != "backward":  # there, gradients of what every round read are summed up
             self.rounds.append(rounds)
         return [*carry, *([rounds, *value] for value in after[loop.num_carry :])]
 

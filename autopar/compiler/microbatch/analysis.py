@@ -377,7 +377,7 @@ def nested_step(
 def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     loop, twin = jp.scan_of(eqn), jp.scan_of(at_other_batch)
     if loop.length != twin.length:
-        refuse(eqn, "is a loop over the batch's examples")
+        refuse(eqn, "is a loop over the batch's examples", instead="Compute all of them at once (jax.vmap)")
     first_x = loop.first_x
     consts, initial, xs = states[: loop.num_consts], states[loop.num_consts : first_x], states[first_x:]
     inner_xs = [_moved(x, -1) for x in xs]

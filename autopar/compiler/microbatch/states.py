@@ -199,12 +199,13 @@ class ReducedBatch:
 Verdict = Rows | ReducedBatch
 
 
-def refuse(eqn: jc.JaxprEqn, problem: str) -> NoReturn:
-    """Raise for an equation that mixes the examples of the batch."""
+def refuse(
+    eqn: jc.JaxprEqn, problem: str, *, instead: str = "Apply it along another axis or outside of the train step"
+) -> NoReturn:
+    """Raise for an equation that mixes the examples of the batch; says what to do `instead`."""
     raise NotSplittable(
         f"{jc.describe(eqn)} {problem}. A microbatch has only its own examples, so every operation on the "
-        "batch must treat them independently or reduce over them. Apply it along another axis or outside of "
-        "the train step, or use num_microbatches=1."
+        f"batch must treat them independently or reduce over them. {instead}, or use num_microbatches=1."
     )
 
 

@@ -174,6 +174,15 @@ def compared(params, x, y):
     return updated(params, of_params)
 
 
+def one_by_one(params, x, y):
+    """A loop over the examples, in which the backward pass carries the gradients of the parameters on."""
+    return updated(params, lambda p: jnp.mean(jax.lax.map(lambda of_one: loss(p, *of_one), (x, y))))
+
+
+def four_by_four(params, x, y):
+    return updated(params, lambda p: jnp.mean(jax.lax.map(lambda of_one: loss(p, *of_one), (x, y), batch_size=4)))
+
+
 def keyword_only(params, *, images, labels, step):
     return updated(params, lambda p: loss(p, images, labels) * step)[0], step + 1
 
@@ -208,6 +217,8 @@ FOUND = {
     "a loop over time": (recurrent, (PARAMS, zeros(ROWS, 5, WIDTH), zeros(ROWS, 16)), ["x", "start"]),
     "parameters that only a penalty reads": (penalized, ({**PARAMS, "unused": zeros(16, 2)}, X, Y), ["x", "y"]),
     "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), ["x", "y"]),
+    "one example after the other": (one_by_one, (PARAMS, X, Y), ["x", "y"]),
+    "four examples after four others": (four_by_four, (PARAMS, X, Y), ["x", "y"]),
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),

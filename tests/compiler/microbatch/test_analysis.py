@@ -233,7 +233,7 @@ def test_pairs_of_examples_take_one_round_forward_and_one_backward():
 REFUSED = [
     (pairs_in_a_condition, NotSplittable, "pairs of the batch's examples"),
     (grouped_by_place, NotSplittable, "sorts into groups the batch"),
-    (loop_over_examples, NotSplittable, "loop over the batch's examples"),
+    (loop_over_examples, NotSplittable, "loop over the batch's examples.* Compute all of them at once"),
     (loop_until_all, NotSplittable, "repeats until a condition on the batch's examples holds"),
     (callback, Unsupported, "no rule says"),
 ]
