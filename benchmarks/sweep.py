@@ -134,7 +134,7 @@ SWEEPS = (
     Sweep(
         name="freedom",
         words=("benchmarks.freedom",),
-        minutes=60,
+        minutes=None,
         shows="ladders of devices, memory, links, effort and kinds of parallelism: more of one makes no plan slower",
     ),
     Sweep(
