@@ -97,6 +97,14 @@ def _spread(eqn: jc.JaxprEqn) -> Rule:
     return rule_of_labels(eqn, sizes, [range(len(result))], creates=True)
 
 
+@register_rule("tile")
+def _repeated(eqn: jc.JaxprEqn) -> Rule:
+    """Repeat a single element as a broadcast does; repeats of several elements leave no part of them in its place."""
+    (shape,), repetitions = shapes_of(eqn.invars), jp.repetitions(eqn)
+    labels = [d if size == 1 or repetitions[d] == 1 else None for d, size in enumerate(shape)]
+    return rule_of_labels(eqn, [labels], [labels], creates=True)
+
+
 @register_rule(*REDUCTIONS)
 def _reduced(eqn: jc.JaxprEqn) -> Rule:
     """Combine parts of sums and of the greatest or least; other reductions see the whole dimension."""

@@ -96,6 +96,10 @@ def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> di
     match eqn.primitive.name:
         case "broadcast_in_dim":
             params["shape"] = _result_shape(eqn, strategy, mesh)
+        case "tile":
+            aval: Any = eqn.invars[0].aval
+            whole, parts = local_shape(aval.shape, strategy.operands[0], mesh), _result_shape(eqn, strategy, mesh)
+            params["reps"] = tuple(part // size if size else 1 for part, size in zip(parts, whole, strict=True))
         case "reshape":
             params["new_sizes"] = _result_shape(eqn, strategy, mesh)
         case "dynamic_slice":

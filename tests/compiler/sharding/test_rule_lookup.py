@@ -115,6 +115,8 @@ TABLE: dict[str, tuple[str, Any, tuple[Any, ...], str]] = {
         (f32(8, 1),),
         "i1->ij",
     ),
+    "repeat a size of one": ("tile", lambda x: lax.tile(x, (1, 16, 1)), (f32(8, 1, 16),), "i1j->ikj"),
+    "repeat several elements": ("tile", lambda x: lax.tile(x, (1, 2)), (f32(8, 16),), "ij->ik blocked(jk)"),
     "broadcast keys": ("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (4, 8)), (keys(8),), "i->ji"),
     "squeeze": ("squeeze", lambda x: lax.squeeze(x, (1,)), (f32(8, 1, 16),), "i1j->ij"),
     "split a dimension": ("reshape", lambda x: x.reshape(8, 4, 16), (f32(8, 64),), "i(jk)->ijk"),
@@ -425,6 +427,10 @@ def local_params(eqn: jc.JaxprEqn, rule: Rule, factor: int, parts: int) -> dict[
     match eqn.primitive.name:
         case "broadcast_in_dim":
             params["shape"] = shrunk(params["shape"], results)
+        case "tile":
+            sizes = shrunk(eqn.invars[0].aval.shape, rule.operands[0])
+            wanted = shrunk(eqn.outvars[0].aval.shape, results)
+            params["reps"] = tuple(n // size for n, size in zip(wanted, sizes, strict=True))
         case "reshape":
             params["new_sizes"] = shrunk(params["new_sizes"], results)
         case "slice":
