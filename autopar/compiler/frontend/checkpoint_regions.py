@@ -70,13 +70,20 @@ def _body(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     return jc.open_jaxpr(body)[0]
 
 
-def inline_regions(closed: jc.ClosedJaxpr, regions: Collection[Path]) -> jc.ClosedJaxpr:
-    """The step with these regions dissolved. The same regions can be dissolved in the step at another batch size."""
+def inline_regions(
+    closed: jc.ClosedJaxpr, regions: Collection[Path], at_other_batch: jc.ClosedJaxpr | None = None
+) -> jc.ClosedJaxpr:
+    """The step with these regions dissolved.
+
+    The same regions can be dissolved in the step at another batch size. Two steps of the same equations, each given
+    the other as `at_other_batch`, have the same equations afterwards too.
+    """
     if not regions:
         return closed
     flat = _flattened(closed, regions)
     recomputes = [jc.ad_phase(eqn) == "backward" for eqn in flat.jaxpr.eqns]
-    return eliminate_dead(join_recomputed(flat, recomputes))
+    twin = None if at_other_batch is None else _flattened(at_other_batch, regions)
+    return eliminate_dead(join_recomputed(flat, recomputes, twin))
 
 
 def _flattened(closed: jc.ClosedJaxpr, regions: Collection[Path]) -> jc.ClosedJaxpr:

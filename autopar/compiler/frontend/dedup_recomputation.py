@@ -29,13 +29,18 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 
 
-def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.ClosedJaxpr:
+def join_recomputed(
+    closed: jc.ClosedJaxpr, recomputes: Sequence[bool], at_other_batch: jc.ClosedJaxpr | None = None
+) -> jc.ClosedJaxpr:
     """The same program, in which what the equations marked in `recomputes` share with the others is computed once.
 
-    Every equation keeps its name stack; marked ones are not shared with each other. Equations with effects stay.
+    Every equation keeps its name stack; marked ones are not shared with each other. Equations with effects stay. With
+    `at_other_batch`, which has the same equations, only what is equal there too is shared: ones of shape [rows] and
+    [8] are not, although there are 8 rows here.
     """
     jaxpr, consts = jc.open_jaxpr(closed)
-    level = _Level(shared=_Shared(fresh=itertools.count(), literals={}, constants={}))
+    twins = {} if at_other_batch is None else _twins(closed, at_other_batch)
+    level = _Level(shared=_Shared(fresh=itertools.count(), literals={}, constants={}, twins=twins))
     level.numbers.update((v, level.new()) for v in [*jaxpr.constvars, *jaxpr.invars])
     level.add(jaxpr.eqns, recomputes)
 
@@ -47,6 +52,16 @@ def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.Cl
         return [evaluation.read(atom) for atom in jaxpr.outvars]
 
     return jc.trace(run, [v.aval for v in jaxpr.invars])
+
+
+def _twins(closed: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr) -> dict[int, Hashable]:
+    """What tells equations apart at another batch, by the identity of each equation here, at every depth."""
+    pairs = zip(jc.all_equations(closed), jc.all_equations(at_other_batch), strict=True)
+    return {id(eqn): (_params_key(jp.parameters(twin)), _literals_of(twin)) for eqn, twin in pairs}
+
+
+def _literals_of(eqn: jc.JaxprEqn) -> Hashable:
+    return tuple(_literal_key(atom) for atom in eqn.invars if isinstance(atom, jc.Literal))
 
 
 # Which values are equal
@@ -86,6 +101,7 @@ class _Shared:
     fresh: Iterator[int]
     literals: dict[Hashable, int]
     constants: dict[int, Any]  # literals and captured arrays by number
+    twins: dict[int, Hashable]  # what tells equations apart at another batch, by their identity
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +170,7 @@ class _Level:
         if _changes_nothing(eqn):
             return operands
         new = tuple(self.new() for _ in eqn.outvars)
-        key = (eqn.primitive, _params_key(jp.parameters(eqn)), tuple(operands))
+        key = (eqn.primitive, _params_key(jp.parameters(eqn)), tuple(operands), self.shared.twins.get(id(eqn)))
         # What does not vary is the same outside of the loop: JAX recomputes it there, once for all iterations.
         level = self
         while level.outer is not None and level.varying.isdisjoint(operands):

@@ -98,16 +98,18 @@ def _prepare(
 
     A step is prepared alike to be planned, simulated and lowered, and for any layers that leave the same regions.
     """
-    closed, inputs, outputs, state_outputs = _split_loops(trace, inline_regions(trace.jaxpr, wide), loop_pieces)
+    twin = None if num_microbatches == 1 else _at_other_batch(trace, num_microbatches)
+    one, other = _without_regions(trace.jaxpr, twin, wide)
+    closed, inputs, outputs, state_outputs = _split_loops(trace, one, loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)
     batch_inputs = [i for i, piece in enumerate(inputs) if piece.leaf in batch]
-    if num_microbatches == 1:
+    if other is None:
         step = whole_batch(closed, batch_inputs=batch_inputs)
     else:
         step = split_batch(
             closed,
-            _at_other_batch(trace, num_microbatches, loop_pieces, wide),
+            _split_loops(trace, other, loop_pieces)[0],
             batch_inputs=batch_inputs,
             num_microbatches=num_microbatches,
             batch_statistics=batch_statistics,
@@ -146,7 +148,18 @@ def _split_loops(
     return closed, inputs, outputs, state_outputs
 
 
-def _at_other_batch(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozenset[Path]) -> jc.ClosedJaxpr:
+def _without_regions(
+    closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None, wide: frozenset[Path]
+) -> tuple[jc.ClosedJaxpr, jc.ClosedJaxpr | None]:
+    """Return the step and its twin at another batch, the regions dissolved alike in both."""
+    if twin is None:
+        return inline_regions(closed, wide), None
+    if not same_equations(closed, twin):
+        return inline_regions(closed, wide), inline_regions(twin, wide)
+    return inline_regions(closed, wide, twin), inline_regions(twin, wide, closed)
+
+
+def _at_other_batch(trace: Trace, num_microbatches: int) -> jc.ClosedJaxpr:
     if not trace.batch_inputs:
         raise InvalidArgument(
             f"{num_microbatches} microbatches were asked for, but {trace.no_other_batch_because}. "
@@ -159,7 +172,7 @@ def _at_other_batch(trace: Trace, num_microbatches: int, loop_pieces: int, wide:
             f"{num_microbatches} microbatches need a step that accepts other batch sizes, but {reason}. Take sizes "
             "from the arguments' shapes in the model, or use one microbatch."
         )
-    return _split_loops(trace, inline_regions(twin, wide), loop_pieces)[0]
+    return twin
 
 
 def _as_one_microbatch(trace: Trace, num_microbatches: int) -> tuple[jc.ClosedJaxpr | None, str]:

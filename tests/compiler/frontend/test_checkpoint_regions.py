@@ -19,6 +19,7 @@ from autopar.compiler.frontend.checkpoint_regions import (
 )
 from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.microbatch.unsplit import whole_batch
@@ -278,6 +279,30 @@ def test_the_same_regions_are_dissolved_at_another_batch_size(model: str) -> Non
         [eqn.primitive.name for eqn in inline_regions(closed, regions).jaxpr.eqns] for closed in (small, large)
     ]
     assert primitives[0] == primitives[1]
+
+
+def normalised_classifier(p: dict[str, jax.Array], batch: jax.Array, key: jax.Array) -> jax.Array:
+    """Batch norm, and a loss that has ones for every example as the norm has for every channel."""
+    h = batch @ p["w"]
+    mean = jnp.mean(h, axis=0)
+    variance = jnp.maximum(0.0, jnp.mean(h * h, axis=0) - mean * mean)
+    scores = jax.nn.log_softmax((h - mean) * lax.rsqrt(variance + 1e-5) * p["b"])[:, 0]
+    return -jnp.mean(jnp.where(scores > -2.0, 1.0, 0.0) * scores)
+
+
+@pytest.mark.parametrize(("rows", "other"), [(SIZE, 2 * SIZE), (2 * SIZE, SIZE), (SIZE, 2)])
+def test_regions_are_dissolved_alike_where_a_batch_has_the_size_of_a_layer(rows: int, other: int) -> None:
+    params = {"w": draw(0, SIZE, SIZE), "b": draw(1, SIZE)}
+    loss = jax.checkpoint(normalised_classifier)
+    one, twin = (step_of(loss, (params, draw(2, n, SIZE))) for n in (rows, other))
+    regions = find_wide_regions(one, num_layers=4)
+    names = [[eqn.primitive.name for eqn in inline_regions(closed, regions).jaxpr.eqns] for closed in (one, twin)]
+    assert names[0] != names[1]  # equal by chance is what one of the two alone joins
+    pair = inline_regions(one, regions, twin), inline_regions(twin, regions, one)
+    assert same_equations(*pair)
+    arguments = [*jax.tree.leaves((params, draw(2, rows, SIZE))), jax.random.key(7)]
+    for result, value in zip(*(jc.jaxpr_as_fun(closed)(*arguments) for closed in (pair[0], one)), strict=True):
+        np.testing.assert_allclose(result, value, rtol=1e-12)
 
 
 def test_dissolved_equations_stay_backward_and_name_their_source() -> None:
