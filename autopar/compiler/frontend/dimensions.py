@@ -41,7 +41,7 @@ from autopar.compiler.sharding.rule_lookup import rules_without_warning
 Dimension = tuple[int, ...]
 """The factors of one dimension, major to minor: equal for dimensions that are one. Empty for a size of 1."""
 
-_ALONG = CUMULATIVE | SORTS | WINDOWS | names("concatenate dynamic_slice dynamic_update_slice pad rev slice split")
+_ALONG = CUMULATIVE | SORTS | WINDOWS | names("concatenate dynamic_slice dynamic_update_slice pad rev slice split tile")
 """They work along some dimensions, whose results stand at the same places as what they are made of."""
 _DRAWN = KEYS | {"random_bits"}
 """Keys, and what is drawn: the dimensions of an array of keys come first."""

@@ -6,6 +6,7 @@
     collectives over an axis of `jax.vmap`  reductions of the mapped dimension
     while, mapped by `jax.vmap`             a loop until the last example has ended; the others keep their results
     reshape that reads in another order     a transpose, then a plain reshape
+    tile of rows, a few times               a concatenation of them
 
 What is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions (`remat2`),
 whose bodies are normalised too. Custom rules of differentiation are dropped: a step that has been traced is not
@@ -14,6 +15,7 @@ differentiated any more. Equations keep their name stacks and source lines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +35,9 @@ _OVER_MAPPED_AXES = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax
 _REWRITTEN = MANUAL | NESTED | {"custom_linear_solve", *_OVER_MAPPED_AXES}
 """Equations beside calls that are others here, or whose bodies are."""
 
+_FEW = 8
+"""The most times that repeated rows are written out one after another."""
+
 # The scopes of constraints that were arguments of `jax.jit`.
 IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
 
@@ -50,8 +55,8 @@ def _replacement(eqn: jc.JaxprEqn, place: jc.SourcePlace) -> Replaced | None:
     called = jp.called_function(eqn)
     if called is not None and not any(map(any, jp.jit_shardings(eqn))):
         return Replaced(called, place.inside(eqn), again=True)
-    reorders = eqn.primitive.name == "reshape" and jp.read_order(eqn) is not None
-    if called is None and not (eqn.primitive.name in _REWRITTEN or eqn.effects or reorders):
+    is_other = (eqn.primitive.name == "reshape" and jp.read_order(eqn) is not None) or bool(_repeated(eqn))
+    if called is None and not (eqn.primitive.name in _REWRITTEN or eqn.effects or is_other):
         return None
     with place.context():
         made = jc.trace(lambda *values: _inlined(0, eqn, list(values)), [v.aval for v in eqn.invars])
@@ -65,6 +70,12 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with jc.under_scope_of(eqn):
             values[0] = lax.transpose(values[0], order)
         return jc.bind_equation(eqn, values, {"dimensions": None})
+    if repeated := _repeated(eqn):
+        with jc.under_scope_of(eqn):
+            for dimension, times in repeated.items():
+                values[0] = lax.concatenate([values[0]] * times, dimension)
+            rest = tuple(1 if d in repeated else times for d, times in enumerate(jp.repetitions(eqn)))
+        return values if set(rest) == {1} else jc.bind_equation(eqn, values, {"reps": rest})
     if (axes := jp.mapped_axes(eqn)) is not None:
         with jc.under_scope_of(eqn):
             return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) if axes else value for value in values]
@@ -82,6 +93,15 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     with jc.under_scope_of(eqn):
         values = _constrained(values, asked_in, IN_SHARDINGS)
         return _constrained(evaluate_jaxpr(*jc.open_jaxpr(called), values, _inlined), asked_out, OUT_SHARDINGS)
+
+
+def _repeated(eqn: jc.JaxprEqn) -> dict[int, int]:
+    """Return how often an equation repeats each dimension of several elements; none where that is often."""
+    if eqn.primitive.name != "tile":
+        return {}
+    aval: Any = eqn.invars[0].aval
+    repeated = {d: n for d, n in enumerate(jp.repetitions(eqn)) if n > 1 and aval.shape[d] > 1}
+    return repeated if math.prod(repeated.values()) <= _FEW else {}
 
 
 def _until_all_end(eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:

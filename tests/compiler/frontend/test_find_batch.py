@@ -144,6 +144,14 @@ def key_of_each_example(params, x, keys):
     return updated(params, lambda p: jnp.mean(jax.vmap(one, (None, 0, 0))(p, x, keys)))
 
 
+def views(times):
+    def step(params, x, y):
+        rows, labels = jnp.tile(x, (times, 1)), jnp.tile(y, (times, 1))
+        return updated(params, lambda p: loss(p, rows, labels))
+
+    return step
+
+
 def joined_halves(params, real, fake):
     x = jnp.concatenate([real, jnp.tanh(fake)])
     label = jnp.concatenate([jnp.ones(len(real)), jnp.zeros(len(fake))])
@@ -230,6 +238,8 @@ FOUND = {
     ),
     "two sources joined and compared": (compared, (PARAMS, X, X), ["x", "y"]),
     "two sources joined": (joined_halves, (PARAMS, X, X), ["real", "fake"]),
+    "two views of each example": (views(2), (PARAMS, X, Y), ["x", "y"]),
+    "many views of each example": (views(9), (PARAMS, X, Y), ["x", "y"]),
 }
 
 

@@ -181,6 +181,25 @@ def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
     np.testing.assert_array_equal(jc.jaxpr_as_fun(once)(x)[0], x.T.reshape(2, 6))
 
 
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((2, 1, 1), ["concatenate"]),
+        ((2, 1, 3), ["concatenate", "concatenate"]),
+        ((1, 4, 2), ["concatenate", "tile"]),
+        ((1, 4, 1), ["tile"]),
+        ((3, 1, 3), ["tile"]),
+    ],
+)
+def test_rows_repeated_a_few_times_become_a_concatenation(times: tuple[int, ...], expected: list[str]) -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return lax.tile(x[:, None], times)
+
+    x, once = X(), normalize(traced(function))
+    assert [name for name in primitives(once) if name in ("tile", "concatenate")] == expected
+    np.testing.assert_array_equal(jc.jaxpr_as_fun(once)(x)[0], np.tile(np.asarray(x)[:, None], times))
+
+
 def test_a_linear_solve_becomes_its_solver() -> None:
     def loss(matrix: jax.Array, x: jax.Array) -> jax.Array:
         solved = lax.custom_linear_solve(lambda y: matrix @ y, x, lambda _, y: y / 3.0, lambda _, y: y / 3.0)
