@@ -30,7 +30,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.cse import twins_of_merged
-from autopar.compiler.jaxprs.equation_keys import same_equations
+from autopar.compiler.jaxprs.equation_keys import first_difference, same_equations
 from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -41,6 +41,8 @@ from autopar.errors import InvalidArgument, Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
 
 _UPDATE = "update"
+_TRIED = 3
+"""The most other numbers of microbatches that a step is compared at."""
 
 
 def parallelism_constraints(
@@ -331,20 +333,23 @@ def _batch_dims(
             f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
             f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
-    pair = _with_other_examples(trace, method)
-    dims = None if pair is None else equation_batch_dims(closed, twins_of_merged(*pair))
+    one, other = _with_other_examples(trace, method)
+    dims = equation_batch_dims(closed, twins_of_merged(one, other)) if same_equations(one, other) else None
     if dims is None:
         raise Unsupported(
             f"{kind} compares {trace.name} with itself at half or twice the batch or in other microbatches, and the "
-            "two are different programs. Use Auto() instead."
+            f"two are different programs{first_difference(one, other)}. Use Auto() instead."
         )
     return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
 
 
 def _with_other_examples(
     trace: Trace, method: Zero | TensorParallel | ExpertParallel
-) -> tuple[jc.ClosedJaxpr, jc.ClosedJaxpr] | None:
-    """The step, and the same with another number of examples at a time; None if there is none of the same equations."""
+) -> tuple[jc.ClosedJaxpr, jc.ClosedJaxpr]:
+    """The step, and the same with another number of examples at a time, of the same equations if there is one.
+
+    Raises `Unsupported` where the batch can be cut into no other microbatches than are asked for.
+    """
 
     def in_microbatches(count: int) -> jc.ClosedJaxpr:
         return microbatch_loop(trace, count, method.batch_statistics, method.search().random)
@@ -352,13 +357,19 @@ def _with_other_examples(
     count = method.num_microbatches if trace.differentiates else 1
     if count == 1:
         assert trace.at_other_batch is not None
-        pair = trace.jaxpr, trace.at_other_batch
-    else:
-        others = [n for n in (count // 2, 2 * count) if n > 1 and trace.num_rows % n == 0]
-        if not others:
-            return None
-        pair = in_microbatches(count), in_microbatches(others[0])
-    return pair if same_equations(*pair) else None
+        return trace.jaxpr, trace.at_other_batch
+    rows = trace.num_rows
+    # Of a row each may be another program, and is the last to be tried.
+    others = (n for n in range(2, rows + 1) if n != count and rows % n == 0)
+    nearest = sorted(others, key=lambda n: (n == rows, abs(n - count)))
+    if not nearest:
+        raise Unsupported(
+            f"{type(method).__name__} compares {trace.name} with itself in other microbatches, and {rows} examples can "
+            f"be cut into no others than {count}. Use other numbers of examples or microbatches, or Auto() instead."
+        )
+    one, twins = in_microbatches(count), map(in_microbatches, nearest[:_TRIED])
+    first = next(twins)
+    return one, first if same_equations(one, first) else next((t for t in twins if same_equations(one, t)), first)
 
 
 def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEqn, bool]]:

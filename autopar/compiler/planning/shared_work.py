@@ -168,8 +168,8 @@ def _words(trace: Trace, plan: Plan, shared: _Shared, num_devices: int, parts: i
     helps = [f"Make these a multiple of {parts}"]
     count, others = divmod(trace.num_rows, parts)
     if line and not others and any(map(jc.ad_phase, jc.all_equations(trace.jaxpr))):
-        by_autopar = f"let autopar cut the batch into num_microbatches={count}"
-        helps.append(by_autopar if count > 1 else "take one gradient of the whole batch")
+        by_autopar = f" and let autopar cut it into num_microbatches={count}" if count > 1 else ""
+        helps.append(f"take one gradient of the whole batch{by_autopar}")
     helps.append("name more kinds" if plan.method == "Auto" else "use Auto(), which can split other dimensions")
     return (
         f"Each of {num_devices} devices computes {100 * shared.computed:.0f} % of the FLOPs of {of}, and not "

@@ -281,6 +281,10 @@ def step_of_one_batch_size(params, batch):
     return params - jax.grad(lambda p: jnp.sum((batch.reshape(8, 16) @ p) ** 2))(params)
 
 
+def step_of_means(params, batch):
+    return params - jax.grad(lambda p: jnp.mean(jnp.tanh(batch @ p) ** 2))(params)
+
+
 def step_with_a_case_for_8_rows(params, batch):
     return params - jax.grad(lambda p: jnp.sum((jnp.sin if len(batch) == 8 else jnp.cos)(batch @ p)))(params)
 
@@ -289,13 +293,29 @@ def step_with_a_case_for_8_rows(params, batch):
     ("step", "message"),
     [
         (step_of_one_batch_size, "was not traced at another batch size.*Use Auto"),
-        (step_with_a_case_for_8_rows, "the two are different programs. Use Auto"),
+        (step_with_a_case_for_8_rows, r"different programs: one has `cos` .*, the other `sin` .*\. Use Auto"),
     ],
 )
 def test_a_step_that_cannot_be_compared_with_itself_at_another_batch_is_refused(step, message):
     wrapped = autopar.parallelize(step, method=autopar.Zero(mesh_shape=(8,)), batch_argnums=1)
     with pytest.raises(Unsupported, match=message):
         wrapped.trace(jnp.eye(16), jnp.ones((8, 16))).plan()
+
+
+@pytest.mark.parametrize(("rows", "count"), [(6, 2), (9, 3)])
+def test_microbatches_are_compared_with_whatever_others_the_batch_has(rows, count):
+    args = jnp.eye(12), jnp.linspace(-1.0, 1.0, rows * 12).reshape(rows, 12)
+    method = autopar.Zero(stage=3, mesh_shape=(3,), num_microbatches=count)
+    got = autopar.parallelize(step_of_means, method=method, batch_argnums=1, devices=jax.devices()[:3])(*args)
+    np.testing.assert_allclose(got, step_of_means(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_that_cannot_be_others_are_refused():
+    wrapped = autopar.parallelize(
+        step_of_means, method=autopar.Zero(num_microbatches=3), batch_argnums=1, devices=jax.devices()[:1]
+    )
+    with pytest.raises(Unsupported, match="3 examples can be cut into no others than 3"):
+        wrapped.trace(jnp.eye(12), jnp.ones((3, 12))).plan()
 
 
 def test_devices_without_figures_are_planned_for_by_generic_ones():

@@ -69,8 +69,9 @@ def test_microbatches_of_the_step_that_do_not_divide_are_named_with_their_line_a
     assert line.startswith("test_shared_work.py:") and line.endswith("(accumulating.<locals>.step)")
     assert words == (
         f"Each of 8 devices computes 100 % of the FLOPs of step, and not 1/8 of them, because {line} works on 4 rows "
-        "of batch at a time, which 8 devices cannot share evenly. Make these a multiple of 8, let autopar cut the "
-        "batch into num_microbatches=2, or use Auto(), which can split other dimensions."
+        "of batch at a time, which 8 devices cannot share evenly. Make these a multiple of 8, take one gradient "
+        "of the whole batch and let autopar cut it into num_microbatches=2, or use Auto(), which can split "
+        "other dimensions."
     )
 
 
@@ -92,7 +93,7 @@ def test_every_method_that_divides_rows_tells(method, percent):
 def test_a_search_within_kinds_tells_and_one_that_could_divide_features_does_not():
     for kinds in ("data", ("data", "zero")):
         (words,) = said(accumulating(4), autopar.Auto(kinds=kinds, num_stages=1))
-        assert words.endswith("let autopar cut the batch into num_microbatches=2, or name more kinds.")
+        assert words.endswith("batch and let autopar cut it into num_microbatches=2, or name more kinds.")
     for method in (autopar.Auto(num_stages=1), autopar.Auto(kinds=("data", "tensor")), autopar.TensorParallel()):
         assert not said(accumulating(4), method)
 
