@@ -6,6 +6,7 @@ from benchmarks.wild import (  # noqa: F401  # each adds its own
     language_models,
     probabilistic,
     reinforcement,
+    vision,
 )
 from benchmarks.wild.case import CASES
 
