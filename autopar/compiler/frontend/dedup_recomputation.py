@@ -55,7 +55,7 @@ def join_recomputed(
 
 
 def _twins(closed: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr) -> dict[int, Hashable]:
-    """What tells equations apart at another batch, by the identity of each equation here, at every depth."""
+    """Return, by the identity of each equation at any depth, what its twin at another batch is told apart by."""
     pairs = zip(jc.all_equations(closed), jc.all_equations(at_other_batch), strict=True)
     return {id(eqn): (_params_key(jp.parameters(twin)), _literals_of(twin)) for eqn, twin in pairs}
 
