@@ -68,7 +68,7 @@ ON_PIECES: dict[str, Function] = {
     "stack within layers": lambda p, q: jnp.stack([p, q], axis=1),
     "stack of layers": lambda p, _: p + jnp.stack([jnp.ones((3, 3)) * i for i in range(LENGTH)]),
     "unstack": lambda p, _: list(p),
-    "tile within layers": lambda p, _: jnp.tile(p, (1, 2, 1)),
+    "tile within layers": lambda p, _: jnp.tile(p, (1, 9, 1)),
     "zeros": lambda p, _: jnp.pad(p[:2], ((0, 2), (0, 0), (0, 0))) + jnp.pad(p[2:], ((2, 0), (0, 0), (0, 0))),
 }
 # Functions whose equations mix the layers: they read the stack whole.
