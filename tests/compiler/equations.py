@@ -142,7 +142,7 @@ EQUATIONS: dict[str, Case] = {
     "broadcast a size of one": ("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (8, 16), (0, 1)), (real(8, 1),)),
     "broadcast a number": ("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (8, 16), ()), (real(),)),
     "repeat a size of one": ("tile", lambda x: lax.tile(x, (1, 16, 1)), (real(8, 1, 16),)),
-    "repeat several elements": ("tile", lambda x: lax.tile(x, (1, 2)), (real(8, 16),)),
+    "repeat several elements many times": ("tile", lambda x: lax.tile(x, (1, 12)), (real(8, 16),)),
     "broadcast keys": ("broadcast_in_dim", lambda k: jnp.broadcast_to(k, (4, 8)), (keys(8),)),
     "squeeze": ("squeeze", lambda x: lax.squeeze(x, (1,)), (real(8, 1, 16),)),
     "split a dimension": ("reshape", lambda x: x.reshape(8, 4, 16), (real(8, 64),)),
