@@ -116,7 +116,7 @@ TABLE: dict[str, tuple[str, Any, tuple[Any, ...], str]] = {
         "i1->ij",
     ),
     "repeat a size of one": ("tile", lambda x: lax.tile(x, (1, 16, 1)), (f32(8, 1, 16),), "i1j->ikj"),
-    "repeat several elements": ("tile", lambda x: lax.tile(x, (1, 2)), (f32(8, 16),), "ij->ik blocked(jk)"),
+    "repeat several elements many times": ("tile", lambda x: lax.tile(x, (1, 12)), (f32(8, 16),), "ij->ik blocked(jk)"),
     "broadcast keys": ("broadcast_in_dim", lambda x: jnp.broadcast_to(x, (4, 8)), (keys(8),), "i->ji"),
     "squeeze": ("squeeze", lambda x: lax.squeeze(x, (1,)), (f32(8, 1, 16),), "i1j->ij"),
     "split a dimension": ("reshape", lambda x: x.reshape(8, 4, 16), (f32(8, 64),), "i(jk)->ijk"),
