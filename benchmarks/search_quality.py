@@ -248,8 +248,8 @@ def measured(model: str, cluster_name: str, methods: Sequence[str], memory: floa
 
 
 def _within(method: Method, limit_bytes: float) -> Method:
-    """Return the method with a budget that leaves its plan so many bytes of a device; others are only held to them."""
-    if not isinstance(method, autopar.Auto) or math.isinf(limit_bytes):
+    """Return a search with a budget that leaves its plan so many bytes of a device; others are only held to them."""
+    if not isinstance(method, autopar.Auto) or method.memory != autopar.Auto().memory or math.isinf(limit_bytes):
         return method
     return replace(method, memory=bytes_with_headroom(limit_bytes))
 

@@ -28,6 +28,14 @@ def test_a_row_on_a_random_machine(seed):
     assert f"of {row.best}" in line(row)
 
 
+def test_methods_are_held_to_a_share_of_the_memory_that_the_free_plan_takes():
+    row = measured("mlp", "dgx-h100:8", [FREE, "1 microbatch", "little memory", "DataParallel()"], 0.65)
+    free = measured("mlp", "dgx-h100:8", [FREE])
+    assert row.step_ms[FREE] > 1.001 * free.step_ms[FREE]
+    assert row.step_ms[FREE] <= ALLOWED * row.step_ms["1 microbatch"]
+    assert row.refused == dict.fromkeys(("little memory", "DataParallel()"), "does not fit")
+
+
 def test_rows_are_held_against_those_of_an_earlier_search():
     def row(model, step_ms, refused=()):
         return Row(

@@ -221,9 +221,11 @@ class RangeTable:
     def in_time(self, shares: StageArray) -> "RangeTable":
         """Return the costs if each range took its share [start, stop] of its time."""
         values = np.concatenate([shares[..., None] * self.values[:4], self.values[4:]])
-        return RangeTable(
-            values=values, cost=lambda start, *rest: self.cost(start, *rest).in_time(float(shares[start, rest[0]]))
-        )
+
+        def cost(start: int, stop: int, choice: int) -> StageCost:
+            return self.cost(start, stop, choice).in_time(float(shares[start, stop]))
+
+        return RangeTable(values=values, cost=cost)
 
     def peak_bytes(self, num_in_flight: float) -> StageArray:
         """Return what a device needs with so many microbatches in flight, as `StageCost.peak_bytes` does."""

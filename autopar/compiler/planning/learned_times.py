@@ -2,13 +2,14 @@
 
     PipelineCandidate, the costs of its stages as a whole  ->  LearnedTimes    seconds of other candidates
 
-The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
-much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
-others there did, of one microbatch and of several apart. So are those whose layers save memory, by themselves: each of
-their layers saves as much as it can, they as a whole no more than they have to. A stage that takes more than its layers
-does so for want of memory, and tells nothing of others. Layouts of a whole stage may also trade time of the update for
-time of every microbatch; the same stage does so alike for other numbers of microbatches and other schedules. A step
-takes longer than its stages by themselves, by a share that grows with their number.
+The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how much
+depends on the devices and grows with them; so stages on a submesh are taken to gain at each border within them what
+others there did, or one program of all layers, of one microbatch and of several apart. So are those whose layers save
+memory, by themselves: each of their layers saves as much as it can, they as a whole no more than they have to. A stage
+that takes more than its layers does so for want of memory, and tells nothing of others. Layouts of a whole stage may
+also trade time of the update for time of every microbatch; the same stage does so alike for other numbers of
+microbatches and other schedules. A step takes longer than its stages by themselves, by a share that grows with their
+number.
 """
 
 from __future__ import annotations
