@@ -45,12 +45,21 @@ def loop_pieces_for(trace: Trace, num_layers: int) -> int:
 
 
 def prepare(
-    trace: Trace, *, num_layers: int, num_microbatches: int, loop_pieces: int, batch_statistics: str, random: str
+    trace: Trace,
+    *,
+    num_layers: int,
+    num_microbatches: int,
+    loop_pieces: int,
+    batch_statistics: str,
+    random: str,
+    on_other_batch: bool = False,
 ) -> PreparedStep:
     """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for.
 
-    A region that needs a statistic of the whole batch is dissolved, and all others with it.
+    A region that needs a statistic of the whole batch is dissolved, and all others with it. With `on_other_batch` it is
+    the step at another batch instead, in one microbatch, prepared as the step itself is.
     """
+    assert num_microbatches == 1 or not on_other_batch
     prepared = partial(
         _prepare,
         trace,
@@ -58,6 +67,7 @@ def prepare(
         loop_pieces=loop_pieces,
         batch_statistics=batch_statistics,
         random=random,
+        on_other_batch=on_other_batch,
     )
     wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
     try:
@@ -93,20 +103,24 @@ def _prepare(
     loop_pieces: int,
     batch_statistics: str,
     random: str,
+    on_other_batch: bool,
 ) -> PreparedStep:
     """Return the step without the `wide` regions; the last few are remembered.
 
     A step is prepared alike to be planned, simulated and lowered, and for any layers that leave the same regions.
     """
-    twin = None if num_microbatches == 1 else _at_other_batch(trace, num_microbatches)
-    one, other = _without_regions(trace.jaxpr, twin, wide)
+    one, other = _without_regions(trace.jaxpr, _twin(trace, wide, num_microbatches, on_other_batch), wide)
+    if on_other_batch:
+        assert other is not None
+        one = other
     closed, inputs, outputs, state_outputs = _split_loops(trace, one, loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)
     batch_inputs = [i for i, piece in enumerate(inputs) if piece.leaf in batch]
-    if other is None:
+    if num_microbatches == 1:
         step = whole_batch(closed, batch_inputs=batch_inputs)
     else:
+        assert other is not None
         step = split_batch(
             closed,
             _split_loops(trace, other, loop_pieces)[0],
@@ -157,6 +171,13 @@ def _without_regions(
     if not same_equations(closed, twin):
         return inline_regions(closed, wide), inline_regions(twin, wide)
     return inline_regions(closed, wide, twin), inline_regions(twin, wide, closed)
+
+
+def _twin(trace: Trace, wide: frozenset[Path], num_microbatches: int, on_other_batch: bool) -> jc.ClosedJaxpr | None:
+    """Return the step at another batch, where it is split by it or regions are dissolved beside it; else None."""
+    if num_microbatches > 1:
+        return _at_other_batch(trace, num_microbatches)
+    return trace.at_other_batch if wide or on_other_batch else None
 
 
 def _at_other_batch(trace: Trace, num_microbatches: int) -> jc.ClosedJaxpr:

@@ -143,7 +143,9 @@ def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
     return num_layers, 1
 
 
-def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
+def _prepared(
+    trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int, *, on_other_batch: bool = False
+) -> PreparedStep:
     return prepare(
         trace,
         num_layers=pieces[0],
@@ -151,6 +153,7 @@ def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_micro
         loop_pieces=pieces[1],
         batch_statistics=method.batch_statistics,
         random=method.random,
+        on_other_batch=on_other_batch,
     )
 
 
@@ -163,8 +166,7 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
     """Return the step with another number of examples in a microbatch."""
     count = method.num_microbatches
     if count == 1:
-        assert trace.at_other_batch is not None
-        return _prepared(replace(trace, jaxpr=trace.at_other_batch), method, pieces, 1)
+        return _prepared(trace, method, pieces, 1, on_other_batch=True)
     rows = trace.num_rows
     # Mostly the same for all counts, so that it is prepared once for several plans.
     return _prepared(trace, method, pieces, next(n for n in range(2, rows + 1) if n != count and rows % n == 0))

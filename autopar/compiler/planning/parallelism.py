@@ -165,10 +165,17 @@ class StageValues:
 
 
 def stage_values(graph: StageGraph, other: StageGraph, batch_leaves: Collection[int]) -> StageValues:
-    """Return the roles of a graph's values, given the same graph with other microbatches."""
-    batch_dims = {
-        name: batch_axes(value, other.values[name]) for name, value in graph.values.items() if value.per_microbatch
-    }
+    """Return the roles of a graph's values, given the same graph with other microbatches.
+
+    Raises `Unsupported` where that is another program.
+    """
+    batch_dims: dict[str, tuple[int, ...]] = {}
+    for name, value in graph.values.items():
+        if value.per_microbatch:
+            twin = other.values.get(name)
+            if twin is None or len(twin.shape) != len(value.shape):
+                raise _another_program(name)
+            batch_dims[name] = batch_axes(value, twin)
     model = [task for task in graph.tasks if task.kind != "U"]
     read = {name for task in model for name in task.inputs}
     state = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf not in batch_leaves}
@@ -316,11 +323,15 @@ def _allowed(every: tuple[Strategy, ...], is_allowed: Callable[[Strategy], bool]
 def _task_batch_dims(task: GroupTask, other: GroupTask) -> dict[int, BatchDims]:
     batch_dims = equation_batch_dims(task.jaxpr, jc.all_equations(other.jaxpr))
     if batch_dims is None:
-        raise Unsupported(
-            f"Megatron finds the examples by comparing the step with itself in other microbatches, and {task.name} is "
-            "another program then. Use Auto(), which does without, or another number of microbatches."
-        )
+        raise _another_program(task.name)
     return batch_dims
+
+
+def _another_program(made: str) -> Unsupported:
+    return Unsupported(
+        f"Megatron finds the examples by comparing the step with itself in other microbatches, and {made} is of "
+        "another program then. Use Auto(), which does without, or another number of microbatches."
+    )
 
 
 def _batch_dims(

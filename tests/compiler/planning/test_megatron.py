@@ -177,6 +177,37 @@ def test_microbatches_of_one_example_whose_equations_are_others_than_those_of_tw
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
+def step_in_one_region(params, batch):
+    """Two layers with batch norm, computed again as one."""
+
+    def norm(h):
+        return (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
+
+    @jax.checkpoint
+    def loss(params):
+        h = jax.nn.relu(norm(batch @ params["in"]))
+        h = jax.nn.relu(norm(h @ params["hidden"]))
+        return jnp.mean(jax.nn.logsumexp(h @ params["out"], axis=1))
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def drawn(*shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape) / 4 for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("method", [Megatron(pipeline=2), Megatron(pipeline=2, zero=3), Megatron(tensor=2, pipeline=2)])
+def test_a_region_wider_than_a_layer_is_dissolved_alike_for_a_batch_as_large_as_a_layer_is_wide(method):
+    *params, batch = drawn((12, 16), (16, 16), (16, 10), (16, 12))
+    state = dict(zip(("in", "hidden", "out"), params, strict=True))
+    expected = jax.tree.leaves(jax.jit(step_in_one_region)(state, batch))
+    step = autopar.parallelize(step_in_one_region, method=method, devices=jax.devices()[:4])
+    for a, b in zip(jax.tree.leaves(step(state, batch)), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
@@ -278,6 +309,20 @@ def test_steps_that_cannot_be_divided_so_are_refused(step, message):
     traced = autopar.parallelize(step, cluster=HOSTS.with_devices(2)).trace(jnp.ones((16, 16)), jnp.ones((8, 16)))
     with pytest.raises(Unsupported, match=message):
         traced.plan(Megatron())
+
+
+def step_of_its_own_at_eight_rows(params, batch):
+    def loss(params):
+        h = batch @ params
+        return jnp.mean((jax.nn.relu(jnp.tanh(h) if len(batch) == 8 else h) @ params) ** 2)
+
+    return params - jax.grad(loss)(params), ()
+
+
+def test_a_step_that_is_another_program_at_another_batch_is_refused():
+    step = autopar.parallelize(step_of_its_own_at_eight_rows, cluster=HOSTS.with_devices(4))
+    with pytest.raises(Unsupported, match="is of another program then"):
+        step.trace(jnp.ones((16, 16)), jnp.ones((8, 16))).plan(Megatron(pipeline=2))
 
 
 def test_a_bias_that_is_added_at_a_cut_is_summed_on_the_mesh_behind_it_and_updated_on_its_own():
