@@ -13,6 +13,8 @@ far from exact; then, for more work, the stages behind count, too (`by_stages`),
     G[k, n, d, b] = min over i < k and submesh m that has room for (i, k) with b stages behind, of
                     G[i, m, d - |m|, b + 1] + warmup(i, k, m) + V x(k, m, n)
 
+Where there must be a number of stages at least, or exactly, they count too: G[0, n, d, b] is 0 for such b alone.
+
 Where the order of labels goes from the last stage to the first, G is the bound on what they still lack.
 """
 
@@ -89,13 +91,27 @@ def most_stages(tables: CostTables, limits: IntArray, cap_s: float, sum_s: float
 
 
 def prefix_bounds(
-    tables: CostTables, limits: IntArray, cap_s: float, *, num_stages: int, by_stages: bool = False
+    tables: CostTables,
+    limits: IntArray,
+    cap_s: float,
+    *,
+    num_stages: int,
+    least_stages: int = 1,
+    by_stages: bool = False,
 ) -> PrefixBounds | None:
-    """The bounds under a cap for at most so many stages, or None if no partition is left."""
+    """The bounds under a cap for a number of stages from the least to at most so many, or None if none is left.
+
+    Of these, more than the most are left out where that is the least as well.
+    """
     allowed = _allowed((tables.steady_s <= cap_s) & (limits >= 0), limits)
     possible = np.asarray(allowed.any(axis=-1))
     binding = limits[allowed & (limits < num_stages - 1)] if by_stages else limits[:0]
     num_behind = 2 + int(binding.max(initial=-1))
+    if least_stages > 1:
+        num_behind = max(num_behind, least_stages + 2)
+    is_exact = 1 < least_stages == num_stages
+    # Of the numbers of stages that are told apart, those that all of a partition may have.
+    wholes = range(least_stages if least_stages > 1 else 0, least_stages + 1 if is_exact else num_behind + 1)
     devices, units = np.array(tables.devices, dtype=np.int64), _units(tables, possible, num_behind)
     sizes = tables.devices_by_group // units
     weights = _least_weights(possible, np.column_stack([devices, np.ones_like(devices), sizes]))
@@ -106,7 +122,7 @@ def prefix_bounds(
     places, fastest_s = _fastest(tables.warmup_s, allowed, limits, num_behind)
     available = np.array(tables.available) // units
     highs = [n - each for n, each in zip(available, _least_behind(weights[2:]), strict=True)]
-    before_s = _relaxed(places, fastest_s, crossing_s, possible, sizes, available, lows, highs)
+    before_s = _relaxed(places, fastest_s, crossing_s, possible, sizes, available, lows, highs, wholes)
     if not np.isfinite(before_s[-1, -1, ..., 0].flat[-1]):
         return None
     return PrefixBounds(
@@ -233,15 +249,17 @@ def _relaxed(
     available: IntArray,
     lows: Sequence[IntArray],
     highs: Sequence[IntArray],
+    wholes: range,
 ) -> StageArray:
     """G, for as many devices as can be before each cut, by group from low to high; infinity for others.
 
-    `sizes` [submesh, group], `available` [group] and what can be before each cut are in units.
+    `sizes` [submesh, group], `available` [group] and what can be before each cut are in units. `wholes` are the numbers
+    of stages of a partition.
     """
     (count, num_layers, _), num_behind = places.shape, fastest_s.shape[-1]
     one_more = int(num_behind > 1)  # the last number of stages behind stands for all larger ones, too
     before_s = np.full((num_layers + 1, count + 1, *(available + 1), num_behind + one_more), np.inf)
-    before_s[0] = 0.0
+    before_s[0, ..., wholes.start : wholes.stop] = 0.0
     room = np.empty((num_layers, *(available + 1), num_behind))
     units = (slice(None), *[None] * len(available))
     # [submesh, stop]: the first layer that a stage up to `stop` begins with, and the one behind the last; 0 for none.

@@ -32,6 +32,7 @@ class LabelTask:
     limits: IntArray
     bounds: PrefixBounds
     num_stages: int  # at most
+    least_stages: int  # with more than one, labels of fewer stages do not beat those of more
     least_steady_s: float  # below, a smaller steady_s gains nothing
     below_s: float  # only partitions that take less
     width: int | None = None  # labels kept at each cut, those with the lowest bounds
@@ -88,7 +89,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
         new = _stage_in_front(task, labels.take(slice(first, None)), start)
         if new is None:
             continue
-        new = _undominated(new) if start and not task.keeps_all else new
+        new = _undominated(new, task.least_stages > 1) if start and not task.keeps_all else new
         new = replace(new, parent=first + new.parent)
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
@@ -189,19 +190,22 @@ def _with_choices(
     )
 
 
-def _undominated(labels: _Labels) -> _Labels:
-    """The labels of one cut that no other one makes superfluous (some that one does may stay)."""
+def _undominated(labels: _Labels, by_stages: bool) -> _Labels:
+    """The labels of one cut that no other one makes superfluous (some that one does may stay).
+
+    With `by_stages`, only one with as many stages does.
+    """
     if len(labels.cut) == 1:
         return labels
     key = labels.submesh
-    for devices in labels.devices.T:
+    for devices in (*labels.devices.T, *([labels.stages] if by_stages else [])):
         key = key * (devices.max(initial=0) + 1) + devices
     order = np.lexsort((labels.end_s, labels.steady_s, labels.stages, labels.sum_s, key))
     if len(order) > _AT_ONCE:
         order = _without_followers(labels, order, key[order])
     submeshes = labels.submesh[order]
     groups = [order] if len(order) <= _AT_ONCE else [order[submeshes == m] for m in np.unique(submeshes)]
-    return labels.take(np.concatenate([_pairwise(labels, group) for group in groups]))
+    return labels.take(np.concatenate([_pairwise(labels, group, by_stages) for group in groups]))
 
 
 def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntArray:
@@ -223,12 +227,14 @@ def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntAr
     return order[np.sort(np.concatenate(kept))]
 
 
-def _pairwise(labels: _Labels, group: IntArray) -> IntArray:
+def _pairwise(labels: _Labels, group: IntArray, by_stages: bool) -> IntArray:
     """Return the labels of a group that none of it on their submesh beats in everything; of equals the first stays."""
     if len(group) > _PAIRWISE:
         return group
     submesh = labels.submesh[group]
     beats = submesh[:, None] == submesh
+    if by_stages:
+        beats &= labels.stages[group][:, None] == labels.stages[group]
     for column in (*labels.devices.T, labels.stages, labels.sum_s, labels.steady_s, labels.end_s):
         values = column[group]
         beats &= values[:, None] <= values

@@ -100,6 +100,7 @@ class _State:
 
     tables: CostTables
     memory_bytes: tuple[float, ...]  # of a device of each group
+    least_stages: int
     most_stages: int
     can_place: Placeable
     deadline: float | None
@@ -144,6 +145,7 @@ def search_stages(
     *,
     timing: Timing,
     memory_bytes: float | Sequence[float],
+    min_stages: int = 1,
     max_stages: int | None = None,
     time_limit_s: float | None = None,
     most_labels: float = math.inf,
@@ -166,6 +168,11 @@ def search_stages(
         raise InvalidArgument(
             f"{num_layers} layers cannot be cut into at most {max_stages} stages. Give at least 1 of both."
         )
+    if not 1 <= min_stages <= min(num_layers, max_stages or num_layers):
+        raise InvalidArgument(
+            f"At least {min_stages} stages were asked for of {num_layers} layers, and at most "
+            f"{max_stages or num_layers}. Give a number from 1 to these."
+        )
     available = (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
     memory = (memory_bytes,) if isinstance(memory_bytes, int | float) else tuple(memory_bytes)
     if len(memory) != len(available):
@@ -178,6 +185,7 @@ def search_stages(
     state = _State(
         tables=tables,
         memory_bytes=memory,
+        least_stages=min_stages,
         most_stages=min(num_layers, max_stages or num_layers, sum(available) // min(tables.devices, default=1)),
         can_place=can_place,
         deadline=deadline,
@@ -187,7 +195,7 @@ def search_stages(
     )
     lower_s = _run(state)
     if not state.partitions:
-        _raise_no_partition(tables, memory, state.most_stages)
+        _raise_no_partition(tables, memory, state.least_stages, state.most_stages)
     if len(state.partitions) <= top and state.best_s < below_s and not state.is_over:
         _look_around(state)
     partitions = sorted(state.partitions.values(), key=lambda partition: partition.step_time_s)
@@ -221,7 +229,7 @@ def _runners_up(best: Partition, others: Iterable[Partition], top: int) -> tuple
 def _run(state: _State) -> float:
     """Close intervals until none is left; the lowest bound of those left when the time is up."""
     steadies_s = state.tables.steady_s[np.isfinite(state.tables.steady_s)]
-    if not steadies_s.size or state.most_stages < 1:
+    if not steadies_s.size or state.most_stages < state.least_stages:
         return math.inf
     links_s = state.tables.transfer_s[np.isfinite(state.tables.transfer_s)]
     timing = state.tables.timing
@@ -229,7 +237,7 @@ def _run(state: _State) -> float:
     cap_s = float(steadies_s.max() + timing.num_microbatches * timing.virtual_stages * links_s.max(initial=0.0))
     numbers = count()
     least_s = least_time_s(state.tables) / _ROUNDING
-    whole = _Interval(bound_s=least_s, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
+    whole = _Interval(bound_s=least_s, floor_s=0.0, cap_s=cap_s, stages=(state.least_stages, state.most_stages))
     if least_s >= state.below_s:
         _add_smallest(state, whole)  # any partition will do
     queue = [(least_s, next(numbers), whole)]
@@ -256,7 +264,7 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
     one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.memory_depends_on_num_stages
     if not state.partitions and not _add_smallest(state, interval):
         low, high = interval.stages
-        if one_number or _fewest_devices(state.tables, _limits(state, low), high) is None:
+        if one_number or _fewest_devices(state.tables, _limits(state, low), (state.least_stages, high)) is None:
             return []  # of more stages each holds no fewer microbatches in flight than of the lowest number
         return _by_stages(interval)
     # Whatever has a longer steady_s than this takes longer than what is of interest.
@@ -286,7 +294,7 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
 def _look_around(state: _State) -> None:
     """Add partitions that take little longer than the best, where its bound was attained before others were met."""
     cap_s = float(state.tables.steady_s[np.isfinite(state.tables.steady_s)].max())
-    whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
+    whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(state.least_stages, state.most_stages))
     if (bounds := _bounds(state, whole)) is None:
         return
     if not state.are_few or _enumerate(state, whole, bounds, _SLACK_OF_FEW, max_labels=_FEW_LABELS) == "unfinished":
@@ -327,6 +335,7 @@ def _enumerate(
         limits=_limits(state, interval.stages[0] if state.tables.timing.memory_depends_on_num_stages else 0),
         bounds=bounds,
         num_stages=interval.stages[1],
+        least_stages=state.least_stages,
         least_steady_s=interval.floor_s,
         below_s=slack * state.limit_s,
         width=width,
@@ -363,7 +372,7 @@ def _add_smallest(state: _State, interval: _Interval) -> bool:
     low, high = interval.stages
     depends = state.tables.timing.memory_depends_on_num_stages
     for most in sorted({low, *(1 << n for n in range(12) if low < 1 << n < high), high} if depends else {high}):
-        stages = _fewest_devices(state.tables, _limits(state, most if depends else 0), most)
+        stages = _fewest_devices(state.tables, _limits(state, most if depends else 0), (state.least_stages, most))
         if stages is not None:
             _add(state, stages)
             return True
@@ -403,8 +412,12 @@ def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
         most, by_stages, cap_s = interval.stages[1], state.by_stages, interval.cap_s
         if by_stages and state.partitions:  # of intervals with one cap, later ones have no lower floor
             most = min(most, most_stages(state.tables, limits, cap_s, state.limit_s - interval.floor_s))
-        bounds = prefix_bounds(state.tables, limits, cap_s, num_stages=most, by_stages=by_stages) if most else None
-        state.bounds[key] = bounds
+        least = state.least_stages
+        state.bounds[key] = (
+            prefix_bounds(state.tables, limits, cap_s, num_stages=most, least_stages=least, by_stages=by_stages)
+            if most >= least
+            else None
+        )
     return state.bounds[key]
 
 
@@ -416,14 +429,14 @@ def _limits(state: _State, num_stages: int) -> IntArray:
     return state.limits[num_stages]
 
 
-def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> list[StageChoice] | None:
-    """Return a partition of at most so many stages on the fewest devices, or None if there are not enough.
+def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: tuple[int, int]) -> list[StageChoice] | None:
+    """Return a partition of so many stages, from the least to the most, on the fewest devices; None if these lack.
 
     D[s, i, r] = min over k > i, submesh m with a choice that fits with s-1 stages behind:  |m| + D[s-1, k, r - |m|]
 
     is the fewest devices of the first group on which layers [i, L) run as s stages, with r devices of each other group
     at most; |m| counts in the sum or in r, by its group. Some partition fits if D[s, 0] is no more than there are for
-    some s.
+    some s of these numbers.
     """
     most_behind, sizes = limits.max(axis=-1), tables.devices_by_group
     first, *others = tables.available
@@ -440,14 +453,14 @@ def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> li
         return sums
 
     spread = (..., *[None] * len(others))
-    for behind in range(num_stages):
+    for behind in range(num_stages[1]):
         fewest = np.full_like(needed[0], _NEVER)
         for m in range(len(sizes)):
             sums = np.where((most_behind[m] >= behind)[spread], on(m, behind)[None], _NEVER)
             np.minimum(fewest[:-1], sums.min(axis=1), out=fewest[:-1])
         needed.append(fewest)
     left = others
-    best = min(range(1, num_stages + 1), key=lambda count: needed[count][0, *left])
+    best = min(range(num_stages[0], num_stages[1] + 1), key=lambda count: needed[count][0, *left])
     if needed[best][0, *left] > first:
         return None
     stages: list[StageChoice] = []
@@ -462,19 +475,22 @@ def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> li
     return stages
 
 
-def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num_stages: int) -> NoReturn:
+def _raise_no_partition(
+    tables: CostTables, memory_bytes: tuple[float, ...], least_stages: int, num_stages: int
+) -> NoReturn:
     """Raise `MemoryTooSmall`, which tells the least memory that is enough, or `InvalidArgument` if none is.
 
     Where groups have different memory, all of it grows in proportion.
     """
-    counts = sorted({1 << power for power in range(num_stages.bit_length())} | {num_stages}) if num_stages else []
+    powers = {1 << power for power in range(num_stages.bit_length())}
+    counts = sorted(each for each in powers | {num_stages} if each >= max(1, least_stages))
     if not tables.timing.memory_depends_on_num_stages:
         counts = counts[-1:]
 
     def fitting(budget_bytes: float) -> tuple[list[StageChoice], int] | None:
         for most in counts:
             budgets = [budget_bytes * (each / max(memory_bytes)) for each in memory_bytes]
-            stages = _fewest_devices(tables, tables.limits(budgets, num_stages=most), most)
+            stages = _fewest_devices(tables, tables.limits(budgets, num_stages=most), (least_stages, most))
             if stages is not None:
                 return stages, most
         return None
@@ -486,10 +502,11 @@ def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num
     high *= max(memory_bytes) / min(memory_bytes)
     smallest = fitting(high) if high and counts else None
     if smallest is None or high <= max(memory_bytes):
+        number = f"at least {least_stages}" if least_stages > 1 else f"at most {num_stages}"
         raise InvalidArgument(
-            f"There is no way to run {tables.num_layers} layers in at most {num_stages} stages on {tables.num_devices} "
+            f"There is no way to run {tables.num_layers} layers in {number} stages on {tables.num_devices} "
             f"devices with submeshes {', '.join(map(str, tables.submeshes)) or '(none)'}, whatever memory they have. "
-            "Give more devices, smaller submeshes or more stages."
+            "Give more devices, smaller submeshes or another number of stages."
         )
 
     @cache

@@ -36,6 +36,7 @@ def random_problem(seed: int) -> dict:
         (cut, m, n): draw.random() * slow for cut in range(1, num_layers) for m in submeshes for n in submeshes
     }
     schedule = NAMES[seed % len(NAMES)]
+    fewest = draw.choice([1, 1, 2, 3])
     return {
         "num_layers": num_layers,
         "num_devices": num_devices,
@@ -46,7 +47,8 @@ def random_problem(seed: int) -> dict:
         "schedule": schedule,
         "virtual_stages": draw.choice(range(1, MOST_VIRTUAL.get(schedule, 1) + 1)),
         "memory_bytes": draw.choice([1, 2, 4, 6, 12, 1000]),
-        "max_stages": draw.choice([None, None, 1, 2, 3]),
+        "min_stages": min(fewest, num_layers),
+        "max_stages": draw.choice([None, None, *range(min(fewest, num_layers), 4)]),
     }
 
 
@@ -72,7 +74,7 @@ def every_partition(problem: dict):
     for cuts in itertools.product([False, True], repeat=num_layers - 1):
         ends = [0, *(n + 1 for n, cut in enumerate(cuts) if cut), num_layers]
         ranges = list(itertools.pairwise(ends))
-        if len(ranges) > (problem["max_stages"] or num_layers):
+        if not problem["min_stages"] <= len(ranges) <= (problem["max_stages"] or num_layers):
             continue
         for submeshes in itertools.product(problem["submeshes"], repeat=len(ranges)):
             if sum(m.num_devices for m in submeshes) > problem["num_devices"]:
@@ -298,7 +300,7 @@ def test_where_memory_is_short_stages_behind_a_cut_bound_what_is_before_it(memor
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_more_stages_than_the_bound_says_are_below_a_sum(seed) -> None:
-    problem = random_problem(seed) | {"memory_bytes": 1000, "max_stages": None}
+    problem = random_problem(seed) | {"memory_bytes": 1000, "min_stages": 1, "max_stages": None}
     tables = tables_of(problem)
     sums_s: dict[int, float] = {}
     for ranges, submeshes in every_partition(problem):
@@ -356,6 +358,22 @@ def test_stages_are_no_more_than_asked_for() -> None:
     assert len(search(even_problem(8, 8, memory_bytes=1000, max_stages=1)).best.stages) == 1
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 7])
+def test_stages_are_as_many_as_asked_for_and_the_bound_is_that_of_so_many(number) -> None:
+    problem = even_problem(10, 7, memory_bytes=1000, num_microbatches=2)
+    free, given = search(problem), search(problem, min_stages=number, max_stages=number)
+    assert {len(each.stages) for each in (given.best, *given.runners_up)} == {number}
+    assert given.gap <= 1e-9
+    assert given.step_time_s >= free.step_time_s
+
+
+def test_a_least_number_of_stages_leaves_more() -> None:
+    problem = even_problem(10, 8, memory_bytes=1000)
+    free = search(problem)
+    assert search(problem, min_stages=len(free.best.stages)).best == free.best
+    assert len(search(problem, min_stages=1 + len(free.best.stages)).best.stages) > len(free.best.stages)
+
+
 def test_too_little_memory_is_told_with_the_least_that_was_found() -> None:
     problem = even_problem(8, 8, memory_bytes=1.5)
     with pytest.raises(MemoryTooSmall, match=r"No partition of 8 layers.*its stage \d.*GiB are missing\.$"):
@@ -383,6 +401,8 @@ def test_that_nothing_fits_is_known_without_a_bound_for_every_number_of_stages(m
         ({"submeshes": ()}, r"no way to run 8 layers .* submeshes \(none\), whatever memory"),
         ({"num_layers": 0}, r"0 layers cannot be cut"),
         ({"max_stages": 0}, r"at most 0 stages. Give at least 1"),
+        ({"min_stages": 9}, r"At least 9 stages were asked for of 8 layers, and at most 8"),
+        ({"min_stages": 3, "max_stages": 2}, r"At least 3 stages were asked for of 8 layers, and at most 2"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(changes, message) -> None:
