@@ -386,8 +386,8 @@ class Megatron:
 class Auto:
     """Search the stages, and the sharding of every value, that make the step fastest and fit into memory.
 
-    What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own;
-    with one stage the whole step is one program, unless it is large. `mesh_shape` is the logical mesh of every stage,
+    What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own, of
+    equal sizes or not; one is one program, unless the step is large. `mesh_shape` is the logical mesh of every stage,
     by default the best of those with two axes; `axis_names` name its axes ("data", "model", "expert").
     `num_microbatches` parts of the batch go through the model one after another, in the order of the `schedule`.
     `memory` limits what a device may hold: bytes, a fraction of its memory, or a word: "adaptive" (0.9 of it, the

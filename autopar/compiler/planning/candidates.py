@@ -392,6 +392,8 @@ def _sizes(
     equal = [(number, every, (few, most)) for number in equal_counts(problem, few, most)]
     if problem.num_stages is not None or few > most or (problem.takes_all_devices and not problem.named_stages):
         yield from equal
+        if problem.given_may_differ and (few <= most or not equal):
+            yield None, every, (few, few)
         return
     yield None, every, (few, most)
     yield from equal
@@ -495,11 +497,14 @@ def _is_estimated(ranges: RangeCosts, stage: Stage) -> bool:
 
 
 def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:
-    """Return the numbers of equal stages: the one given, or those from `few` to `most` that divide the devices."""
+    """Return the numbers of equal stages: the one given, or those from `few` to `most` that divide the devices.
+
+    There is none where the one that is given does not divide them, and stages may differ.
+    """
     if problem.hardware.is_mixed:
         return []
     if problem.num_stages is not None:
-        return [problem.num_stages]
+        return [problem.num_stages] if problem.divides_equally or not problem.given_may_differ else []
     devices, per_host = problem.cluster.num_devices, problem.cluster.devices_per_host
     sizes = {n: devices // n for n in range(few, most + 1) if devices % n == 0}
     return [n for n, size in sizes.items() if size % per_host == 0 or per_host % size == 0]
@@ -578,6 +583,7 @@ def _partitioned(
         costs,
         transfer_s,
         timing=timing,
+        min_stages=1 if problem.num_stages is None else num_stages[0],
         max_stages=num_stages[1],
         memory_bytes=problem.expected_bytes,
         time_limit_s=min(problem.method.time_limit_s, problem.deadline_s - time.process_time()),

@@ -208,7 +208,7 @@ class Space:
         given = self.cuttable.num_stages
         for count in microbatch_counts(self.cuttable):
             for few, most in self.numbers_of_stages():
-                sizes = self.sizes() if given is None else [self.part(given)]
+                sizes = self.sizes() if given is None or self.cuttable.given_may_differ else [self.part(given)]
                 yield Stages(
                     num_microbatches=count,
                     num_stages=(few, most),

@@ -132,6 +132,21 @@ class StageProblem:
         return self.method.num_stages
 
     @property
+    def divides_equally(self) -> bool:
+        """True if all devices divide among a given number of stages."""
+        return self.num_devices % (self.num_stages or 1) == 0
+
+    @property
+    def given_may_differ(self) -> bool:
+        """True if a given number of stages may differ in their devices, which they may not where their mesh is given.
+
+        Those that share their host's compute differ only where they have to.
+        """
+        if self.num_stages is None or self.method.mesh_shape is not None:
+            return False
+        return self.num_stages > 1 and not (self.takes_all_devices and self.divides_equally)
+
+    @property
     def least_layers(self) -> int:
         """The layers that are given, or one for every stage that is given; 1 if nothing is."""
         return self.method.layers or self.num_stages or len(self.named_stages) or 1

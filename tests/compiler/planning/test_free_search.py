@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -119,6 +120,43 @@ def test_stages_that_cannot_be_equal_are_not_told_by_fewer_that_can():
     assert free.certificate.step_time_s <= 1.001 * least_s
     assert free.certificate.lower_bound_s <= least_s
     assert free.certificate.stopped == search._UNLIKELY
+
+
+def drawn(abstract):
+    """Return arrays of these types."""
+    leaves, tree = jax.tree.flatten(abstract)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return tree.unflatten([0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.ReplicatedWarning")
+@pytest.mark.parametrize("machine", ["dgx-h100", "cpu"])
+@pytest.mark.parametrize("num_devices", [5, 7])
+def test_a_number_of_stages_that_does_not_divide_the_devices_is_kept(num_devices, machine):
+    values, cluster = drawn(arguments(32, 12)), autopar.Cluster(num_devices=num_devices, machine=Machine.named(machine))
+    traced, expected = autopar.parallelize(train_step, cluster=cluster).trace(*values), jax.jit(train_step)(*values)
+    free_s = traced.plan(autopar.Auto()).simulate(cluster).step_time_s
+    for number in (2, 3):
+        planned = traced.plan(autopar.Auto(num_stages=number))
+        certificate, seconds = planned.plan.certificate, planned.simulate(cluster).step_time_s
+        assert planned.plan.num_stages == number
+        assert free_s <= 1.001 * seconds and certificate.lower_bound_s <= seconds
+        found = autopar.parallelize(train_step, method=planned.plan, devices=jax.devices()[:num_devices])(*values)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 24), (256, 96)])
+def test_a_given_number_of_stages_is_no_slower_where_their_sizes_may_differ(width, rows):
+    cluster = autopar.Cluster(num_devices=8, machine=slow_links().machine)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(width, rows))
+    found = {number: traced.plan(autopar.Auto(num_stages=number)).plan for number in (2, 3)}
+    with pytest.MonkeyPatch.context() as only_equal:
+        only_equal.setattr(StageProblem, "given_may_differ", False)
+        equal = traced.plan(autopar.Auto(num_stages=2)).plan
+    assert found[2].certificate.step_time_s <= 1.001 * equal.certificate.step_time_s
+    assert found[2].certificate.lower_bound_s <= 1.001 * equal.certificate.step_time_s
+    assert found[3].num_stages == 3
 
 
 def test_every_number_of_microbatches_is_in_the_space():
