@@ -27,7 +27,7 @@ from autopar.changes import Asked, Change
 from autopar.checks import as_reduce_dtype
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
-from autopar.compiler.analysis.executable_collectives import executable_collectives
+from autopar.compiler.analysis.executable_runs import executable_runs
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.inspect_executables import ExecutableReport, inspect_executables
@@ -459,9 +459,9 @@ class Planned:
         timeline, planned_on = self.simulate(cluster).timeline, cluster or self.source.target.devices_planned_for()
         priced = price_plan(self.trace, self.plan, self._program, cluster=planned_on)
         cut = partial(passes.cut_step, self.trace, self.plan)
-        sent = executable_collectives(self.trace, priced, cut, planned_on)
+        runs = executable_runs(self.trace, priced, self._program, cut, planned_on)
         try:
-            return write_chakra(Path(folder), self._program, timeline, sent, devices)
+            return write_chakra(Path(folder), self._program, timeline, runs, devices)
         except OSError as error:
             raise InvalidArgument(
                 f"The folder {folder} cannot be written to: {error.strerror}. Name another one for the traces."

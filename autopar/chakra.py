@@ -1,6 +1,6 @@
 """Write a simulated step as Chakra execution traces: a graph of work and messages for each device.
 
-    Program, Timeline, collectives by executable  ->  step.0.et, step.1.et, ...  comm_groups.json
+    Program, Timeline, runs by executable  ->  step.0.et, step.1.et, ...  comm_groups.json
 
 Chakra is MLCommons' exchange format for simulators of distributed training, such as ASTRA-sim; field numbers are those
 of its `et_def.proto`, version 0.0.4. A file is messages of protobuf, each behind its length as a varint: a
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, assert_never
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from autopar.compiler.analysis.executable_collectives import RunCollective
+from autopar.compiler.analysis.executable_runs import ExecutableRun, RunCollective
 from autopar.ir.instructions import item_bytes
 from autopar.ir.plan_sharding import PlannedCollective
 from autopar.ir.program import ArrayType, Copy, Free, Program, Recv, Run, Send
@@ -123,14 +123,14 @@ def write_chakra(
     folder: Path,
     program: Program,
     timeline: Timeline,
-    collectives: Mapping[str, Sequence[RunCollective]],
+    runs: Mapping[str, ExecutableRun],
     devices: Sequence[int] | None,
 ) -> Path:
     """Write the trace of each device, or of `devices`, and the groups of collectives; return the folder.
 
     `timeline` is that of the simulated program. Raises `OSError` for a folder that cannot be written to.
     """
-    builder = _Builder(program=program, timeline=timeline, collectives=collectives)
+    builder = _Builder(program=program, timeline=timeline, runs=runs)
     meshes = builder.build()
     folder.mkdir(parents=True, exist_ok=True)
     for mesh, spans in zip(program.meshes, meshes, strict=True):
@@ -151,7 +151,7 @@ class _Builder:
 
     program: Program
     timeline: Timeline
-    collectives: Mapping[str, Sequence[RunCollective]]
+    runs: Mapping[str, ExecutableRun]
     groups: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     tag: int = 0
     sent: dict[tuple[int, int], list[_Messages]] = field(default_factory=lambda: defaultdict(list))
@@ -180,8 +180,7 @@ class _Builder:
         return spans
 
     def _run(self, run: Run, event: Event) -> Iterator[_Span]:
-        executable, sent = self.program.executables[run.executable], self.collectives.get(run.executable, ())
-        count = len(self.program.meshes[executable.mesh].devices)
+        work = self.runs[run.executable]
         middle_s = event.stop_s - event.collective_s
         yield _Work(
             name=event.label,
@@ -190,13 +189,13 @@ class _Builder:
             reads=run.inputs,
             writes=run.outputs,
             kind="compute",
-            num_ops=round(executable.flops / count),
-            nbytes=round(executable.bytes_accessed / count),
+            num_ops=round(work.flops),
+            nbytes=round(work.nbytes),
         )
         # Of a step on one mesh latencies are shared, so that its collectives take less than each by itself.
-        alone_s = sum(each.planned.seconds for each in sent)
+        alone_s = sum(each.planned.seconds for each in work.collectives)
         share = event.collective_s / alone_s if alone_s else 0.0
-        for each in sent:
+        for each in work.collectives:
             seconds = share * each.planned.seconds / max(round(each.planned.times), 1)
             for _ in range(round(each.planned.times)):
                 yield self._exchange(each, run, event.label, middle_s, middle_s + seconds)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.__main__ import main
 from autopar.chakra import read_chakra
-from autopar.ir.program import Copy, Recv, Send
+from autopar.ir.program import Copy, Recv, Run, Send
 from tests.small_steps import SEPARATE, adam, adam_state, draw, mlp_loss, sgd
 from tests.test_description import arguments, deep_loss
 
@@ -57,6 +57,24 @@ def test_the_work_of_each_device_is_that_of_the_simulation(exported):
                 assert node.duration_micros == pytest.approx(1e6 * attributes(node)["duration_s"], abs=1)
             assert found["compute"] == pytest.approx(mesh.compute_s)
             assert found["collective"] == pytest.approx(mesh.collective_s)
+
+
+@pytest.mark.parametrize(("name", "repeated"), [("zero", 1.0), ("specs", 1.6), ("two stages", 2.7)])
+def test_operations_are_those_that_xla_counts_on_a_device_also_of_work_that_devices_repeat(name, repeated, tmp_path):
+    plan = planned(METHODS[name])
+    traces, lowered, shares = traces_of(plan, tmp_path), plan.lower(), []
+    counted = {each.name: each.cost.get("flops", 0.0) for each in lowered.inspect()}
+    for mesh in lowered.program.meshes:
+        runs = [each.executable for each in mesh.instructions if isinstance(each, Run)]
+        whole = [lowered.program.executables[name] for name in runs]
+        for device in mesh.devices:
+            works = [attributes(node) for node in traces[device] if KINDS[node.type] == "compute"]
+            num_ops, nbytes = (sum(each[key] for each in works) for key in ("num_ops", "tensor_size"))
+            assert num_ops == pytest.approx(sum(counted[name] for name in runs), rel=0.02)
+            assert sum(each.bytes_accessed for each in whole) / len(mesh.devices) < nbytes
+            assert nbytes < sum(each.bytes_accessed for each in whole)
+            shares.append(num_ops * len(mesh.devices) / sum(each.flops for each in whole))
+    assert max(shares) == pytest.approx(repeated, rel=0.02)
 
 
 def test_collectives_are_as_many_and_as_large_as_planned(exported):
