@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from autopar.ir.instructions import KEY_BYTES
 from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run
 from autopar.runtime.executables import (
     compile_all,
@@ -30,7 +31,7 @@ from autopar.runtime.executables import (
     sharding_of,
     without_mesh,
 )
-from autopar.runtime.inputs import placement
+from autopar.runtime.inputs import lies, placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.results import ReadResult, collection
@@ -110,6 +111,7 @@ class InProcess:
             results=collection(program, slots, layouts),
             functions=functions,
             whole=None if whole is None else functions[whole],
+            keys=_keys(program, layouts),
             context=errors or nullcontext(),
             progress=progress,
             step_timeout_s=self.step_timeout_s,
@@ -131,6 +133,8 @@ class InProcessProgram:
     """The executables by name, as JAX compiled them unless that waits for the first call."""
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
+    keys: Sequence[tuple[int, NamedSharding]]
+    """The arguments that are random keys, by their places, and their layouts."""
     context: AbstractContextManager[None]
     """Context of a call until its effects are there; it raises what callbacks raised."""
     progress: StepProgress
@@ -138,9 +142,10 @@ class InProcessProgram:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""
-        # Looked up here, because a deleted array on several devices crashes the process in jaxlib 0.10.
-        if self.whole is None or _any_deleted(leaves):
-            return self._step(leaves)  # which says which one is deleted
+        # Looked up here, because either of these on several devices crashes the process in jaxlib 0.10: a deleted
+        # array, and random keys in another layout, which an executable that has run before takes as they are.
+        if self.whole is None or _any_deleted(leaves) or _any_elsewhere(leaves, self.keys):
+            return self._step(leaves)  # which places keys, and says which array is deleted
         try:
             # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
             with _starting:
@@ -247,6 +252,22 @@ def _any_deleted(leaves: Sequence[Any]) -> bool:
         return any(map(_is_deleted, leaves))
     except AttributeError:  # of numpy, or a number
         return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+
+
+def _keys(program: Program, layouts: Mapping[tuple[int, str], NamedSharding]) -> list[tuple[int, NamedSharding]]:
+    return [
+        (item.leaf, layouts[item.mesh, item.value])
+        for item in program.inputs
+        if item.leaf is not None and program.meshes[item.mesh].values[item.value].dtype in KEY_BYTES
+    ]
+
+
+def _any_elsewhere(leaves: Sequence[Any], keys: Sequence[tuple[int, NamedSharding]]) -> bool:
+    there = [(leaves[number], layout) for number, layout in keys]
+    return any(
+        isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and not lies(leaf, layout)
+        for leaf, layout in there
+    )
 
 
 def _slots(program: Program) -> dict[tuple[int, str], int]:

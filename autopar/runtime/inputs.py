@@ -192,7 +192,7 @@ def _place(leaf: ArgumentUses, argument: Any, placed: list[Any], moves: Moves) -
     if not is_array:
         argument = np.asarray(argument)
     for use in leaf.whole:
-        if is_array and _lies(argument, use.sharding):
+        if is_array and lies(argument, use.sharding):
             placed[use.place] = argument
         else:
             moves.append((use.place, argument, use.sharding))
@@ -200,7 +200,8 @@ def _place(leaf: ArgumentUses, argument: Any, placed: list[Any], moves: Moves) -
         _place_windows(leaf, argument, is_array, placed, moves)
 
 
-def _lies(array: jax.Array, sharding: NamedSharding) -> bool:
+def lies(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Return whether an array is committed to this layout."""
     there = array.sharding
     return (there == sharding or there.is_equivalent_to(sharding, array.ndim)) and array.committed
 

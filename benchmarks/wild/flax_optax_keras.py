@@ -165,6 +165,33 @@ def optax_accumulation() -> Wild:
 
 
 @case("optax")
+def optax_epochs() -> Wild:
+    """Two epochs over shuffled quarters of the batch, in scans inside of the step, as updates of PPO have them."""
+    loss, params = two_layers()
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+
+    def update(carry: Any, rows: Any) -> Any:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, *rows)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    def step(params: Any, state: Any, key: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        def epoch(carry: Any, key: jax.Array) -> Any:
+            order = jax.random.permutation(key, len(x))
+            return jax.lax.scan(update, carry, [rows[order].reshape(4, -1, rows.shape[1]) for rows in (x, y)])
+
+        key, shuffles = jax.random.split(key)
+        (params, state), values = jax.lax.scan(epoch, (params, state), jax.random.split(shuffles, 2))
+        return params, state, key, values.mean()
+
+    def arguments() -> tuple[Any, ...]:
+        return params, optimizer.init(params), jax.random.key(SEED), normal(4 * BATCH, 8), normal(4 * BATCH, 4)
+
+    return wild(step, arguments)
+
+
+@case("optax")
 def optax_lbfgs() -> Wild:
     """`optax.lbfgs`: a line search inside of the step."""
     loss, params = two_layers()

@@ -291,3 +291,34 @@ def flowjax_step() -> Wild:
         }
 
     return wild(step, arguments, lambda step: step, keywords)
+
+
+# quax ---------------------------------------------------------------------------------------------------------------
+
+
+@case("quax")
+def quax_low_rank() -> Wild:
+    """Low-rank adapters as array types of Quax, which `quax.quaxify` has the model compute with."""
+    import equinox as eqx
+    import quax
+    from quax.examples import lora
+
+    optimizer = optax.adam(0.01)
+
+    def adapted() -> Any:
+        model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(SEED))
+        return lora.loraify(model, rank=2, scale=0.1, allow_materialise=True, key=jax.random.key(1))
+
+    def step(model: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss_fn(model: Any) -> jax.Array:
+            return jnp.mean((jax.vmap(quax.quaxify(model))(x) - y) ** 2)
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, loss
+
+    def arguments() -> tuple[Any, ...]:
+        model = adapted()
+        return model, optimizer.init(eqx.filter(model, eqx.is_array)), normal(BATCH, 8), normal(BATCH, 4)
+
+    return wild(step, arguments, eqx.filter_jit)

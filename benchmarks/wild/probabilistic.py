@@ -246,3 +246,29 @@ def e3nn_forces() -> Wild:
         return model.init(jax.random.key(SEED), positions[0]), positions, normal(BATCH), normal(BATCH, 5, 3)
 
     return wild(step, arguments)
+
+
+# tinygp -------------------------------------------------------------------------------------------------------------
+
+
+@case("tinygp")
+def tinygp_likelihood() -> Wild:
+    """The likelihood of `tinygp`'s Gaussian process on a layer of the batch: every pair of examples meets."""
+    from tinygp import GaussianProcess, kernels
+
+    optimizer = optax.adam(0.01)
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        kernel = jnp.exp(params["amplitude"]) * kernels.Matern32(jnp.exp(params["scale"]))
+        return -GaussianProcess(kernel, jnp.tanh(x @ params["layer"]), diag=0.1).log_probability(y)
+
+    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def arguments() -> tuple[Any, ...]:
+        params = {"amplitude": jnp.zeros(()), "scale": jnp.zeros(()), "layer": normal(8, 4) / 3}
+        return params, optimizer.init(params), normal(BATCH, 8), normal(BATCH, seed=1)
+
+    return wild(step, arguments)

@@ -95,6 +95,25 @@ def equimo_vision_transformer() -> Wild:
     return wild(step, arguments, eqx.filter_jit)
 
 
+@case("dm-pix")
+def pix_augmentation() -> Wild:
+    """Crops, flips and hues by PIX inside of the step, each image with a key of its own."""
+    import dm_pix as pix
+
+    def augmented(key: jax.Array, image: jax.Array) -> jax.Array:
+        crop, flip, hue = jax.random.split(key, 3)
+        image = pix.random_crop(crop, jnp.pad(image, ((2, 2), (2, 2), (0, 0))), image.shape)
+        return pix.random_hue(hue, jax.nn.sigmoid(pix.random_flip_left_right(flip, image)), 0.1)
+
+    def step(params: Any, key: jax.Array, batch: Any) -> Any:
+        key, draws = jax.random.split(key)
+        x = jax.vmap(augmented)(jax.random.split(draws, len(batch[0])), batch[0]).reshape(len(batch[0]), -1)
+        loss, grads = jax.value_and_grad(lambda params: cross_entropy(x @ params, batch[1]))(params)
+        return params - 0.1 * grads, key, loss
+
+    return wild(step, lambda: (normal(16 * 16 * 3, 10) / 30, jax.random.PRNGKey(SEED), images()))
+
+
 @case("einops")
 def einops_vision_transformer() -> Wild:
     """A vision transformer of `einops.rearrange`, `repeat`, `pack` and `reduce` in a Flax module."""

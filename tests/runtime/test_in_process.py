@@ -273,6 +273,19 @@ def test_random_keys_are_sliced_moved_and_compared_like_arrays() -> None:
         step([jax.random.split(jax.random.key(1, impl="rbg"), 8)])
 
 
+def test_random_keys_of_another_layout_are_moved_at_every_call() -> None:
+    keys = array(4, dtype="key<fry>", spec=P("d"))
+    draw = executable("draw", 0, lambda k: [jax.vmap(lambda q: jax.random.uniform(q))(k)], [keys], [P("d")])
+    outputs = [Output(leaf=0, parts=((0, "r"),))]
+    values = {"k": keys, "r": draw.outputs[0]}
+    program = one_mesh([draw], values, [run("draw", "k", "r")], [Input(leaf=0, mesh=0, value="k")], outputs)
+    step = InProcess(jax.devices()).load(program)
+    given = jax.random.split(jax.random.key(1), 4)
+    whole = jax.device_put(given, NamedSharding(Mesh(np.array(jax.devices()[:4]), "d"), P()))
+    for keys in (given, whole, whole, given):  # JAX checks the layout at the first call alone
+        np.testing.assert_array_equal(step([keys])[0], jax.vmap(jax.random.uniform)(given))
+
+
 def stacked(pieces: Sequence[int], rows: int = 4, sizes: Sequence[int] = (4, 4), spec: P = ROWS) -> Program:
     """Adds 1 to each piece of a stacked parameter; piece i is on mesh pieces[i]."""
     kind = array(rows, 4, spec=spec)

@@ -15,8 +15,11 @@ that no other one outlasts:
 
 What else has the dimension of the examples, at any one place, carries the batch too.
 
-Nodes and edges of a graph outlast each other, and are no batch. If examples come from two sources that never meet (real
-ones and noise), both are the batch where their sizes are equal; otherwise the batch is ambiguous.
+Nodes and edges of a graph outlast each other, and are no batch. So do examples and an array in which they are counted
+by their labels, unless what may be the state is left out.
+
+If examples come from two sources that never meet (real ones and noise), both are the batch where their sizes are equal;
+otherwise the batch is ambiguous.
 """
 
 from __future__ import annotations
@@ -65,7 +68,10 @@ def find_batch(
         others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
         return _found({**others, **given_axes})
     carriers = _possible(dims, state, unbatched)
-    winners = [d for d in carriers if not any(_outlasts(dims, other, d) for other in carriers if other != d)]
+    winners = _not_outlasted(dims, carriers)
+    if not winners:  # one array may be the state that examples are counted in, which outlasts them as they do it
+        kept = {d: inputs for d, inputs in carriers.items() if any(dims.inputs[i] not in dims.outputs for i in inputs)}
+        winners = _not_outlasted(dims, kept)
     if len(winners) > 1:  # one array may be the state: a result has just its dimensions
         winners = [d for d in winners if any(dims.inputs[i] not in dims.outputs for i in carriers[d])] or winners
     if len(winners) > 1:  # what stands beside parameters is one, as one that only a penalty reads
@@ -124,6 +130,10 @@ def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collectio
 
 def _meeting(carriers: dict[Dimension, list[int]], factors: Collection[int]) -> dict[Dimension, list[int]]:
     return {d: inputs for d, inputs in carriers.items() if any(f in factors for f in d)}
+
+
+def _not_outlasted(dims: StepDimensions, carriers: Collection[Dimension]) -> list[Dimension]:
+    return [d for d in carriers if not any(_outlasts(dims, other, d) for other in carriers if other != d)]
 
 
 def _outlasts(dims: StepDimensions, one: Dimension, other: Dimension) -> bool:

@@ -408,9 +408,23 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         twin = twin if trace.reduce_dtype is None else with_wide_gradients(twin, trace.reduce_dtype)
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
-        return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"
+        said = f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"
+        return None, said + _inputs_of_as_many_rows(trace)
     places = range(len(trace.outputs) + len(trace.kept_inputs))
     return jc.with_outputs(twin, [place for place in places if place not in trace.kept_inputs]), ""
+
+
+def _inputs_of_as_many_rows(trace: Trace) -> str:
+    """Return a sentence on the inputs that may carry the batch too, with the end of the one before; else nothing."""
+    known = {*trace.batch_inputs, *trace.state_outputs.values()}
+    rows = (trace.num_rows,)
+    names = [leaf.name for i, leaf in enumerate(trace.inputs) if i not in known and leaf.aval.shape[:1] == rows]
+    if not names:
+        return ""
+    return (
+        f". {', '.join(names)} kept {rows[0]} rows there: if these are the batch as well, name all arguments that "
+        "carry it in batch_argnums"
+    )
 
 
 def _whole_subtrees(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -41,6 +41,20 @@ def unroll_training_loops(trace: Trace) -> Trace:
     same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
     changed: dict[str, Any] = {"jaxpr": _unrolled(trace.jaxpr), "traced": trace}
     return _UnrolledTrace(**same | changed)
+
+
+@lru_cache(maxsize=4)
+def in_microbatches(trace: Trace, count: int) -> Trace:
+    """Return the step as so many microbatches take it: with its gradient outside of loops, if it takes any.
+
+    Raises `Unsupported` where a gradient has to stay in its loop.
+    """
+    if count == 1 or trace.differentiates:
+        return trace
+    unrolled = unroll_training_loops(trace)
+    if not unrolled.differentiates:
+        refuse_whole_training(trace, f"{count} microbatches")
+    return unrolled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -107,10 +107,11 @@ def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The jaxpr of `fun` on abstract values: shapes, dtypes and memories only, no device is touched.
 
     A mesh that the user has set has said what it had to say when the step was traced: only that of a shard_map counts.
+    Nor is anything of the user's left to leak: `jax.checking_leaks` takes the values that a pass keeps for leaked ones.
     """
     around = jax.sharding.get_abstract_mesh()
     mesh = nullcontext() if around.empty or around.manual_axes else jax.sharding.use_abstract_mesh(_NO_MESH)
-    with mesh:
+    with mesh, config.check_tracer_leaks(False):
         return jax.make_jaxpr(fun)(*map(_bare, avals))
 
 

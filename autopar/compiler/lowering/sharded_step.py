@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.training_loops import in_microbatches
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
@@ -68,6 +69,7 @@ def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
 def planned_layouts(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, BlockPlan]:
     """The step as a plan with a sharding has it (what is computed again, the microbatches), and its layouts."""
     assert plan.sharding is not None
+    trace = in_microbatches(trace, plan.num_microbatches)
     closed = one_jaxpr(
         rematerialize(trace, plan.sharding.recomputed_layers, plan.sharding.num_layers),
         num_microbatches=plan.num_microbatches,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.training_loops import in_microbatches
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, IntraOpProblem, intra_op_problem
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM
@@ -76,9 +77,11 @@ def plan_by_search(
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other,
-    `MemoryTooSmall` where no plan fits, and `NoneBelow` where none takes less than `below_s`.
+    `Unsupported` for microbatches of a step whose gradient stays in a loop, `MemoryTooSmall` where no plan fits, and
+    `NoneBelow` where none takes less than `below_s`.
     """
     auto = search_of(method)
+    trace = in_microbatches(trace, auto.num_microbatches or 1)
     offered = cache(lambda: offered_layers(trace, auto.layers))  # computed when it is first asked for
     options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
     places = [

@@ -71,9 +71,10 @@ def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan], *, any_axi
     if not all(below_split_size(leaf.aval) for leaf in leaves):
         parts = "" if plan.num_microbatches == 1 else " of a microbatch"
         names = listed(tuple(leaf.name for leaf in leaves))
+        enter, their = ("enters", "its") if len(leaves) == 1 else ("enter", "their")
         note_replicated(
-            f"{names} enter whole on every device, as their {rows} rows{parts} do not divide among {_counts(sizes)} "
-            f"devices. Give a batch of a multiple of that, or use another number of devices."
+            f"{names} {enter} whole on every device, as {their} {rows} rows{parts} do not divide among "
+            f"{_counts(sizes)} devices. Give a batch of a multiple of that, or use another number of devices."
         )
     return True
 

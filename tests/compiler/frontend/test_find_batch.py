@@ -57,6 +57,12 @@ def gradients_and_key(params, x, y, key):
     return grads, jax.random.split(key)[0]
 
 
+def counted(params, counts, x, labels):
+    """Counts examples by label and prediction, in state that is one array."""
+    outcome = updated(params, lambda p: optax.softmax_cross_entropy_with_integer_labels(predict(p, x), labels).mean())
+    return outcome, counts.at[labels, predict(params, x).argmax(-1)].add(1)
+
+
 def picked_labels(params, batch):
     def of_params(p):
         scores = jax.nn.log_softmax(predict(p, batch["x"]))
@@ -212,6 +218,7 @@ FOUND = {
         (PARAMS, {"x": X, "label": integers(ROWS), "scale": zeros(), "number": integers(ROWS)}),
         ["batch.label", "batch.number", "batch.x"],
     ),
+    "examples that are counted": (counted, (PARAMS, integers(CLASSES, CLASSES), X, integers(ROWS)), ["x", "labels"]),
     "as many positions as examples": (
         attention,
         ({"q": zeros(8, 8), "out": zeros(8, 50)}, {"table": zeros(50, 8)}, integers(6, 6), zeros(6)),

@@ -80,6 +80,17 @@ def test_reason_is_kept_where_there_is_no_trace_at_another_batch(step, batch, re
     assert re.search(reason, trace.no_other_batch_because)
 
 
+def test_inputs_that_kept_the_rows_of_the_batch_are_named_with_the_reason():
+    def step(params, noise, images, labels):
+        grads = jax.grad(lambda p: jnp.mean((images @ p + noise - labels) ** 2))(params)
+        return params - grads
+
+    step = autopar.parallelize(step, batch_argnums=(2, 3), method=autopar.DataParallel(num_microbatches=2))
+    rows = jnp.ones((8, 4))
+    with pytest.raises(autopar.NotSplittable, match=r"raised TypeError.* noise kept 8 rows there: .*batch_argnums"):
+        step.trace(jnp.eye(4), rows, rows, rows).plan()
+
+
 def test_step_that_is_not_split_is_traced_once():
     calls = []
 

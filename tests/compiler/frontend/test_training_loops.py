@@ -73,6 +73,24 @@ def test_epochs_run_in_stages(method):
     assert step.trace(*args).plan().plan.num_stages == 2
 
 
+SEARCHES = [autopar.Auto(num_microbatches=2), autopar.Zero(stage=3, num_microbatches=2)]
+
+
+@pytest.mark.parametrize("method", SEARCHES, ids=str)
+def test_epochs_run_in_the_microbatches_that_a_search_is_given(method):
+    args = mlp_params(2), mlp_batch()
+    step = autopar.parallelize(epochs(2), method=method, devices=jax.devices()[:2])
+    assert_same(step(*args), jax.jit(epochs(2))(*args))
+    assert step.all_compiled()[-1].plan.num_microbatches == 2
+
+
+@pytest.mark.parametrize("method", SEARCHES, ids=str)
+def test_microbatches_of_more_epochs_are_refused_by_a_search(method):
+    step = autopar.parallelize(epochs(17), method=method, devices=jax.devices()[:2])
+    with pytest.raises(Unsupported, match=r"2 microbatches were asked for.*in a loop.*at most 16 iterations"):
+        step.trace(mlp_params(2), mlp_batch()).plan()
+
+
 def test_a_plan_names_the_step_as_it_was_traced():
     trace = traced(epochs(2), mlp_params(2), mlp_batch())
     unrolled = unroll_training_loops(trace)

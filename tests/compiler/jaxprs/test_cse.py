@@ -88,3 +88,10 @@ def test_what_is_equal_at_one_batch_size_alone_is_merged_there_and_keeps_its_twi
     assert [eqn.outvars[0].aval.shape for eqn in twins if eqn.primitive.name == "broadcast_in_dim"] == [(4, 8)] * 2
     products = [[v.aval.shape for v in eqn.invars] for eqn in twins if eqn.primitive.name == "dot_general"]
     assert products == [[(8, 8), (8, 8)], [(4, 8), (8, 8)], [(4, 8), (8, 8)]]
+
+
+def test_values_that_are_kept_for_merging_are_no_leak_of_the_users() -> None:
+    with jax.checking_leaks():
+        closed = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.sin(x))(1.0)
+        merged = merge_common_subexpressions(closed)
+    assert [eqn.primitive.name for eqn in jc.open_jaxpr(merged)[0].eqns] == ["sin", "mul"]

@@ -112,7 +112,7 @@ def test_features_that_are_divided_instead_are_no_matter():
 
 def test_a_batch_that_does_not_divide_itself_is_named_alone():
     (words,) = said(accumulating(4), autopar.DataParallel(), rows=12)
-    assert words.startswith("batch enter whole on every device, as their 12 rows do not divide among 8 devices.")
+    assert words.startswith("batch enters whole on every device, as its 12 rows do not divide among 8 devices.")
 
 
 def test_a_loop_over_the_rows_themselves_has_one_at_a_time():

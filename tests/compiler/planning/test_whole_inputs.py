@@ -35,9 +35,9 @@ def warned(method, step, rows):
 
 def test_a_batch_that_does_not_divide_is_named_with_its_rows():
     (said,) = warned(autopar.DataParallel(), scores_step, 12)
-    assert said.startswith("batch enter whole on every device, as their 12 rows do not divide among 8 devices. Give")
+    assert said.startswith("batch enters whole on every device, as its 12 rows do not divide among 8 devices. Give")
     (said,) = warned(autopar.PipelineParallel(num_stages=2, num_microbatches=2), scores_step, 12)
-    assert "their 6 rows of a microbatch do not divide among 4 devices" in said
+    assert "its 6 rows of a microbatch do not divide among 4 devices" in said
 
 
 @pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero(stage=3, mesh_shape=(8,))])
@@ -61,4 +61,4 @@ def test_large_state_of_odd_sizes_is_named():
 def test_all_that_is_whole_is_in_one_warning():
     (said,) = warned(autopar.DataParallel(), with_callback, 12)
     assert "In with_callback, 2 things are whole on every device:" in said
-    assert "`pure_callback`" in said and "test_whole_inputs.py" in said and "their 12 rows do not divide" in said
+    assert "`pure_callback`" in said and "test_whole_inputs.py" in said and "its 12 rows do not divide" in said
