@@ -194,6 +194,10 @@ class IntraOpProblem:
         """Return the best layouts if memory had no end."""
         return solve(self.search.table.problem(), time_limit_s=self.time_limit_s)
 
+    def fits(self, optimum: Optimum) -> bool:
+        """Return whether layouts fit into memory."""
+        return math.isinf(self.search.budget_bytes) or self.search.measure(optimum.assignment).excess <= 0
+
     def best(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> IntraOpPlan:
         """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick.
 
@@ -202,7 +206,8 @@ class IntraOpProblem:
         search, make = self.search, partial(self._solved, below_s, unlimited)
         limited = math.isfinite(search.budget_bytes)
         budget = str(search.budget_bytes if limited else None)
-        more = budget, str(search.headroom), str(sorted(search.donated)), str(self.time_limit_s)
+        below = [str(below_s)] if limited and math.isfinite(below_s) else []
+        more = budget, str(search.headroom), str(sorted(search.donated)), str(self.time_limit_s), *below
         optimum = cached(search.table.problem(), self.cache_directory, make, *more)
         return IntraOpPlan(
             optimum=optimum, choices=search.choices, table=search.table, program=search.program(optimum.assignment)
@@ -212,9 +217,8 @@ class IntraOpProblem:
         if unlimited is not None and unlimited.lower_bound >= (1 - ROUND_OFF) * below_s:
             raise NoneBelow(unlimited.lower_bound)
         if unlimited is not None and unlimited.value < below_s:
-            limited = math.isfinite(self.search.budget_bytes)
-            proven = unlimited.gap <= MAX_GAP
-            if not limited or (proven and self.search.measure(unlimited.assignment).excess <= 0):
+            proven = unlimited.gap <= MAX_GAP or math.isinf(self.search.budget_bytes)
+            if proven and self.fits(unlimited):
                 return unlimited
         if math.isinf(self.search.budget_bytes):
             return solve(self.search.table.problem(), time_limit_s=self.time_limit_s, below=below_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -71,6 +72,7 @@ def plan_by_search(
     machine: Machine,
     checked: bool = False,
     below_s: float = math.inf,
+    saves_memory: bool = True,
     cache_directory: Path | None = None,
 ) -> Plan:
     """Return the best plan that a method allows, for devices of a machine.
@@ -78,7 +80,8 @@ def plan_by_search(
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other,
     `Unsupported` for microbatches of a step whose gradient stays in a loop, `MemoryTooSmall` where no plan fits, and
-    `NoneBelow` where none takes less than `below_s`.
+    `NoneBelow` where none takes less than `below_s`; or, if nothing that `saves_memory` is to be looked for, where the
+    fastest layouts do not fit: then it is limited.
     """
     auto = search_of(method)
     trace = in_microbatches(trace, auto.num_microbatches or 1)
@@ -91,21 +94,23 @@ def plan_by_search(
     ]
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
-    slow_s: list[float] = []
+    slow: list[NoneBelow] = []
     unlimited: Mapping[_Place, Optimum | None] = dict.fromkeys(places)
     if len(places) > 1 and auto.remat is not True:
         unlimited = _most_promising_first(places, refused)
     budget = memory_limit(auto.memory, machine) / (1 + _headroom(method, checked))
     for place, optimum in unlimited.items():
         try:
-            fitting.append(_search_layers(method, place, offered, budget, below_s, optimum))
+            fitting.append(_search_layers(method, place, offered, budget, below_s, optimum, saves_memory))
             below_s = min(below_s, fitting[-1].step_time_s)
         except NoneBelow as none:
-            slow_s.append(none.bound)
+            if none.limited and not saves_memory:  # other places may fit, and still be slower
+                raise
+            slow.append(none)
         except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
             refused.append(error)
     if not fitting:
-        raise NoneBelow(min(slow_s)) if slow_s else refused[-1]
+        raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
     return plan_of(trace, method, min(fitting, key=lambda searched: searched.step_time_s), offered)
 
 
@@ -145,29 +150,38 @@ def _search_layers(
     budget: float,
     below_s: float,
     optimum: Optimum | None,
+    saves_memory: bool,
 ) -> MeshSearchResult:
-    """Search on one mesh; recompute the layers that the method asks for, or as few as make it fit into memory.
+    """Search on one mesh; recompute the layers that the method asks for, or those that make it fit in the least time.
+
+    Layouts that save memory take long to search. So they are only looked for where they may be faster than to recompute
+    as few layers as make the fastest layouts fit; or where those do not fit, whatever is recomputed.
+
 
     `optimum` are the best layouts without recomputation and without a memory limit, if they are known. Raises
-    `NoneBelow` if no plan takes less than `below_s` even without recomputation.
+    `NoneBelow` if no plan that fits takes less than `below_s`.
     """
 
-    def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
+    def search(count: int, within: SearchMethod | ShardParallel = method, below_s: float = below_s) -> MeshSearchResult:
         if not count:
             return place.plain.found(below_s, optimum)
         recomputed = tuple(sorted(offered().layers[:count]))
-        return place.begin(recomputed_layers=recomputed, num_layers=offered().num_layers, within=within).found()
+        begun = place.begin(recomputed_layers=recomputed, num_layers=offered().num_layers, within=within)
+        return begun.found(below_s)
 
     remat = search_of(method).remat
     if remat is True:
         return search(len(offered().layers))
-    try:
+    if math.isinf(budget):
         return search(0)
-    except MemoryTooSmall:
-        if remat is False or not offered().layers:
-            raise
+    optimum = place.plain.problem.unlimited() if optimum is None else optimum
+    fits = place.plain.problem.fits(optimum)
+    if not (fits or saves_memory):
+        raise NoneBelow(optimum.lower_bound, limited=True)
+    if fits or remat is False or not offered().layers:
+        return search(0)
     assert not isinstance(method, ShardParallel), "it has no budget"
-    unlimited = replace(method, memory="off")
+    unlimited, most = replace(method, memory="off"), len(offered().layers)
 
     def fastest(count: int) -> MeshSearchResult | None:
         """The plan for the fastest layouts of all, if it fits."""
@@ -176,30 +190,45 @@ def _search_layers(
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
-            return search(count)
-        except MemoryTooSmall:
-            if count == most:
+            return search(count, below_s=found.step_time_s if found else below_s)
+        except MemoryTooSmall as error:
+            refused.append(error)
+        except NoneBelow as none:
+            if not none.limited:
                 raise
-            return None
+            refused.append(none)
+        return None
 
-    most = len(offered().layers)
-    # Layouts that save memory are only looked for where recomputing alone does not save enough: that takes longer.
-    fitting = _fewest(fastest, most) or _fewest(within_budget, most)
-    assert fitting is not None
-    return fitting
+    # The fastest layouts with layers recomputed are soon found, and say what layouts that save memory have to undercut.
+    refused: list[MemoryTooSmall | NoneBelow] = []
+    found = again = _fewest(fastest, most)
+    with suppress(NoneBelow) if found else nullcontext():
+        found = within_budget(0) or found
+    if found is None:
+        found = _fewest(within_budget, most)
+    elif again is None:
+        with suppress(NoneBelow):
+            found = within_budget(most) or found
+    if found is None:
+        slow_s = [each.bound for each in refused if isinstance(each, NoneBelow)]
+        raise NoneBelow(min(slow_s), limited=True) if slow_s else refused[-1]
+    return found
 
 
 def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> MeshSearchResult | None:
-    """Return the result for the smallest count in (0, most] for which the search has one, by bisection."""
-    best = search(most)
-    least, too_few = most, 0
-    while best is not None and least - too_few > 1:
-        count = (least + too_few) // 2
-        fewer = search(count)
-        if fewer is None:
-            too_few = count
+    """Return the result for the smallest count in (0, most] for which the search has one, by bisection.
+
+    The search returns none where a count is too small, and raises `NoneBelow` where it is too large.
+    """
+    best, least, too_few, count = None, most + 1, 0, most
+    while least - too_few > 1:
+        try:
+            fewer = search(count)
+        except NoneBelow:
+            least = count
         else:
-            best, least = fewer, count
+            best, least, too_few = (best, least, count) if fewer is None else (fewer, count, too_few)
+        count = (least + too_few) // 2
     return best
 
 

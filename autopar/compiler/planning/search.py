@@ -239,6 +239,8 @@ class _Search(SearchState):
                     self.solve_lanes(region)
                 case Completion():
                     self.complete(region)
+        except NoneBelow:
+            return False
         except (MemoryTooSmall, InvalidArgument, NotSplittable, Unsupported) as error:
             if not (isinstance(error, MemoryTooSmall) and self.has_less(region)):
                 self.errors.append(error)
@@ -254,7 +256,11 @@ class _Search(SearchState):
         return isinstance(region, Stages) and region.share < 1
 
     def solve_program(self, region: OneProgram) -> float:
-        """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least."""
+        """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least.
+
+        Where the fastest do not fit, others come first: what they take says what layouts that save memory, which take
+        long to find, have to undercut. Then the region is open again, and `NoneBelow` raised.
+        """
         problem = self.space.problem
         method = replace(
             problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
@@ -267,12 +273,18 @@ class _Search(SearchState):
                 machine=problem.machine_on(region.num_devices, region.group),
                 checked=problem.checked,
                 below_s=self.best_s,
+                saves_memory=region.is_tight,
                 cache_directory=problem.cache_directory,
             )
         except NoneBelow as none:
-            self.closed_s = min(self.closed_s, max(region.bound_s, none.bound))
+            least_s = max(region.bound_s, none.bound)
+            if none.limited and not region.is_tight:
+                self.open.append(replace(region, is_tight=True, bound_s=least_s))
+                raise
+            self.closed_s = min(self.closed_s, least_s)
             self.tried.add(region.num_microbatches)
-            return max(region.bound_s, none.bound)
+            self.open += self.space.with_more_microbatches(region) if none.limited else []
+            return least_s
         sharding = plan.sharding
         assert sharding is not None
         first, (mesh,) = problem.hardware.first_devices[region.group], plan.meshes

@@ -88,8 +88,9 @@ class SearchState:
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
         microbatches. On equal machines, the first stages that are found and faster than the best plan do not wait for
         what regions may hold: they tell how much stages gain as a whole. Nor do others that are much faster, nor one
-        stage of a large step that may be, which takes little to look at. Those that are no faster by their layers come
-        in the order of their devices, the most first: what they gain tells of stages on no more devices.
+        stage of a large step that may be, which takes little to look at. Stages that are no faster by their layers come
+        in the order of their devices, the most first: what they gain tells of stages on no more devices. One program
+        that has to save memory, which takes long, comes last.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
@@ -103,6 +104,8 @@ class SearchState:
                     several = (each for each in region.candidate.stages if each.stop - each.start > 1)
                     return self.best_s, -max((each.submesh.num_devices for each in several), default=0), by_layers_s
                 return (0.0 if at_once else by_layers_s), 0.0, by_layers_s
+            case OneProgram(is_tight=True):
+                return math.inf, likely_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):

@@ -52,6 +52,8 @@ class OneProgram:
     bound_s: float
     group: int = 0
     """The number of the cluster's group whose devices these are."""
+    is_tight: bool = False
+    """True once it is known that its fastest layouts do not fit: `bound_s` is what they take."""
 
     @property
     def likely_s(self) -> float:

@@ -33,6 +33,7 @@ from autopar.compiler.solver.problem import (
     Incumbent,
     IndexArray,
     Infeasible,
+    NoneBelow,
     Optimum,
     Row,
     SolveEffort,
@@ -52,6 +53,9 @@ LEAST_RISE_OF_PROMISE = 0.05
 """Share of what the cuts promise that a trial must bring, unless it brings a new cut."""
 UNSURE = 0.1
 """Share of what the cuts promise by which a bound may fall short before the problem with multipliers is solved."""
+TRIAL_SHARE = 1 / 20
+"""Share of the work left that may solve the problem with some multipliers: a rough bound for each tells more of the
+next ones than an exact one for few."""
 LEAST_PROMISE = 1e-9
 """Share of the value that further multipliers must promise."""
 FIRST_MULTIPLIER = 0.02
@@ -93,8 +97,8 @@ def minimize_within_limits(
     """Return the best assignment whose measured excess is not above zero.
 
     A bound above `hopeless_excess` need not be looked at twice. Raises `Infeasible` if no assignment is possible,
-    `NoneBelow` if even without limits none costs less than `below`, and `NoneWithin` if none within the limits was
-    found.
+    `NoneBelow` as soon as it is known that none within the limits costs less than `below`, or hardly less, and
+    `NoneWithin` if none within the limits was found.
     """
     began, budget = time.monotonic(), WorkBudget.of_seconds(time_limit_s)
     known: dict[Assignment, Measured] = {}
@@ -110,7 +114,7 @@ def minimize_within_limits(
     # An assignment that fits is worth all the work.
     effort = SolveEffort(budget=budget, max_gap=max_gap)
     least = lower_excess(problem, measured, fastest.assignment, budget=budget, hopeless_excess=hopeless_excess)
-    best = _best_from(problem, measured, fastest, least, effort)
+    best = _best_from(problem, measured, fastest, least, effort, below)
     how = (*fastest.how, f"{least.rounds} lowerings", *best.how)
     return optimum_of(problem, replace(best, how=how), began, time_limit_s)
 
@@ -126,9 +130,9 @@ def _without_limits(problem: MRF, measure: Measure, budget: WorkBudget, max_gap:
 
 
 def _best_from(
-    problem: MRF, measure: Measure, fastest: Incumbent, least: LeastExcess, effort: SolveEffort
+    problem: MRF, measure: Measure, fastest: Incumbent, least: LeastExcess, effort: SolveEffort, below: float
 ) -> Incumbent:
-    """Return the best assignment within the limits, from the one of least excess."""
+    """Return the best assignment within the limits, from the one of least excess, unless none costs less than `below`."""
     fits = least.excess <= 0
     if not fits and least.bound > 0:
         raise NoneWithin(least)
@@ -137,6 +141,7 @@ def _best_from(
         problem=problem,
         measure=measure,
         effort=effort,
+        below=below - MAX_GAP * abs(below) if below < np.inf else below,
         bound=fastest.bound,
         least=[np.full(cost.size, -np.inf) for cost in problem.costs],
     )
@@ -147,7 +152,11 @@ def _best_from(
         _search_within_rows(search)
     except Infeasible:
         # Not even by the rows, which are less than the limits for assignments that they were not made for.
-        raise NoneWithin(replace(least, bound=max(least.bound, 0.0))) from None
+        if search.most == np.inf:
+            raise NoneWithin(replace(least, bound=max(least.bound, 0.0))) from None
+        search.raise_bound(search.most)
+    if search.is_pointless:
+        raise NoneBelow(search.bound, limited=True)
     if search.best is None:
         raise NoneWithin(least)
     return Incumbent(assignment=search.best, value=search.value, bound=search.bound, how=tuple(search.how))
@@ -160,6 +169,8 @@ class _Search:
     problem: MRF
     measure: Measure
     effort: SolveEffort
+    below: float
+    """The cost that an assignment has to undercut to be of any use."""
     bound: float
     least: list[FloatArray]
     """A bound for each option: no assignment within the rows that contains it costs less."""
@@ -172,8 +183,23 @@ class _Search:
 
     @property
     def is_done(self) -> bool:
-        """True if the best candidate needs no further proof."""
-        return self.best is not None and self.effort.is_enough(self.value, self.bound)
+        """True if the best candidate needs no further proof, or there is none to be found."""
+        return self.is_pointless or (self.best is not None and self.effort.is_enough(self.value, self.bound))
+
+    @property
+    def is_pointless(self) -> bool:
+        """True if no assignment costs as little as is asked for."""
+        return self.below < np.inf and min(self.value, self.bound) >= self.below
+
+    @property
+    def most(self) -> float:
+        """The cost that an assignment has to undercut to be better than what there is."""
+        return min(self.value, self.below)
+
+    @property
+    def goal(self) -> float:
+        """The cost that an assignment has to undercut to be worth a search."""
+        return min(self.value - self.effort.slack(self.value), self.below)
 
     def begin_with(self, assignment: Assignment) -> None:
         """Note an assignment that is within the limits, whatever the rows say of it."""
@@ -200,16 +226,18 @@ class _Search:
     def not_excluded(self, most: float | None = None) -> list[IndexArray]:
         """Return the options that assignments of at most this cost may contain, and those of the best candidate.
 
-        By default the cost is the best candidate's.
+        By default the cost is the best candidate's, or the one to undercut. Raises `Infeasible` where nothing is left.
         """
         if most is None:
-            most = np.inf if self.best is None else self.value + ROW_TOLERANCE * abs(self.value)
+            most = self.most + ROW_TOLERANCE * abs(self.most)
         kept = [np.flatnonzero(least <= most) for least in self.least]
+        if self.best is None and not all(options.size for options in kept):
+            raise Infeasible(())
         return kept if self.best is None else [np.union1d(keep, [option]) for keep, option in zip(kept, self.best)]
 
     def raise_bound(self, bound: float) -> None:
-        """Note a bound. It lies above the best candidate by round-off only."""
-        self.bound = min(max(self.bound, bound), self.value)
+        """Note a bound on what is of use. It lies above the best candidate by round-off only."""
+        self.bound = min(max(self.bound, bound), self.most)
 
 
 def _search_within_rows(search: _Search) -> None:
@@ -290,7 +318,8 @@ class _Relaxation:
         """Solve the problem with multipliers, up to a gap, where its ascent tells too little; return its bound."""
         shift = self.smaller.shift(multipliers)
         share = gap / (abs(search.bound) or 1.0)
-        found = minimize(problem, SolveEffort(budget=search.effort.budget, max_gap=share, constant=shift))
+        budget = search.effort.budget.part(TRIAL_SHARE)
+        found = minimize(problem, SolveEffort(budget=budget, max_gap=share, constant=shift))
         search.raise_bound(found.bound + shift)
         if found.assignment is not None:
             search.meet(self.expand(found.assignment))
@@ -339,12 +368,12 @@ def _solve_promising(search: _Search) -> None:
 
 def _solve_rest(search: _Search) -> None:
     """Branch and bound on the options that may be part of a better assignment than the best by `max_gap`."""
-    most = search.value - search.effort.slack(search.value)
-    budget = search.effort.budget if search.best is None else search.effort.budget.part(BRANCHING_SHARE)
+    most = search.goal
+    budget = search.effort.budget if search.most == np.inf else search.effort.budget.part(BRANCHING_SHARE)
     try:
         assignment, bound = _solve_restricted(search, search.not_excluded(most), budget)
     except Infeasible:
-        if search.best is None:
+        if search.most == np.inf:
             raise
         assignment, bound = None, most
     if assignment is not None:
@@ -364,7 +393,7 @@ def _solve_restricted(
     if num_pairs(core) > LARGEST_PROGRAM:
         return None, -np.inf
     start = None if search.best is None else smaller.reduced.core_assignment(_places(kept, search.best))
-    gap = search.effort.slack(search.value)
+    gap = search.effort.slack(search.most)
     solution = solve_in_whole_numbers(core, smaller.rows, start=start, budget=budget, gap=gap)
     search.how.append(solution.how)
     assignment = None if solution.assignment is None else relaxation.expand(solution.assignment)

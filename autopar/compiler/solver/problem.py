@@ -157,11 +157,14 @@ class Infeasible(AutoparError):
 
 
 class NoneBelow(AutoparError):
-    """No assignment costs less than was asked for, or less by no more than the gap; each costs at least `bound`."""
+    """No assignment costs less than was asked for, or less by no more than the gap; each costs at least `bound`.
 
-    def __init__(self, bound: float) -> None:
-        """Keep the bound."""
-        self.bound = bound
+    `limited` ones might, if they were not to keep within limits.
+    """
+
+    def __init__(self, bound: float, *, limited: bool = False) -> None:
+        """Keep the bound, and if it is due to limits."""
+        self.bound, self.limited = bound, limited
         super().__init__(f"Every choice of options costs at least {bound:.4g}, and less was asked for. Ask for more.")
 
 

@@ -1,5 +1,6 @@
 """Layers computed again in the backward pass: equal numbers, less memory, and no more of them than memory asks for."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -341,6 +342,16 @@ def test_as_few_layers_are_recomputed_as_make_the_plan_fit():
     assert f"{few} of 7 layers computed again: h_0" in str(plan)
     assert "h_0" in plan.remat_policy()
     assert some.verify(*args)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_layers_are_recomputed_where_that_takes_less_than_layouts_that_save_memory(share):
+    args, peak_bytes = with_room()
+    auto = autopar.Auto(mesh_shape=(2, 4), memory=share * peak_bytes, num_stages=1, num_microbatches=1)
+    found_s = planned(args, auto).plan.sharding.step_time_s
+    for remat in (False, True):
+        with contextlib.suppress(MemoryTooSmall):
+            assert found_s <= 1.001 * planned(args, dataclasses.replace(auto, remat=remat)).plan.sharding.step_time_s
 
 
 def test_a_plan_that_recomputes_means_the_same_from_json():

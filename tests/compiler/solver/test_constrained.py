@@ -112,6 +112,26 @@ def test_optimum_within_rows_equals_enumeration(hundred):
 
 
 @pytest.mark.parametrize("hundred", range(2))
+def test_of_choices_within_limits_those_that_are_asked_for_are_found_or_none_is(hundred):
+    num_limited = 0
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
+        problem = small_problem(seed)
+        rows = small_rows(problem, seed)
+        best, fastest = enumerate_best(problem, rows), enumerate_best(problem)
+        if np.isinf(best) or best <= 0:
+            continue
+        limits = {"time_limit_s": 60, "max_gap": 0, "hopeless_excess": np.inf}
+        found = minimize_within_limits(problem, worst_of(rows), below=1.01 * best, **limits)
+        assert found.value == pytest.approx(best, rel=1e-9), seed
+        with pytest.raises(NoneBelow) as none:
+            minimize_within_limits(problem, worst_of(rows), below=0.999 * best, **limits)
+        assert 0.998 * best <= none.value.bound <= best * (1 + 1e-9), seed
+        assert none.value.limited or 0.998 * best <= fastest, seed
+        num_limited += none.value.limited
+    assert num_limited >= 10
+
+
+@pytest.mark.parametrize("hundred", range(2))
 def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
     excesses, num_least = [], 0
     for seed, problem, rows, least in few(hundred):
