@@ -190,7 +190,7 @@ def _search_layers(
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
-            return search(count, below_s=found.step_time_s if found else below_s)
+            return search(count, below_s=min(below_s, found.step_time_s) if found else below_s)
         except MemoryTooSmall as error:
             refused.append(error)
         except NoneBelow as none:

@@ -261,7 +261,9 @@ class _Search(SearchState):
         Where the fastest do not fit, others come first: what they take says what layouts that save memory, which take
         long to find, have to undercut. Then the region is open again, and `NoneBelow` raised.
         """
-        problem = self.space.problem
+        problem, place = self.space.problem, (region.group, region.num_devices, region.num_microbatches)
+        if region.is_tight:
+            self.tight.add(place)
         method = replace(
             problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
         )
@@ -293,7 +295,6 @@ class _Search(SearchState):
         self.tried.add(region.num_microbatches)
         self.add(plan, str(region), sharding.step_time_s)
         if not sharding.recomputed:
-            place = region.group, region.num_devices, region.num_microbatches
             self.programs[place] = min(sharding.step_time_s, self.programs.get(place, math.inf))
         memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:

@@ -46,6 +46,8 @@ class SearchState:
     """The times of stages as a whole, learned from those that were completed."""
     programs: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
     """The seconds of one program on one mesh of a group, by that, its devices and the number of microbatches."""
+    tight: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
+    """The meshes, by the same, for which layouts that save memory were searched."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)
@@ -139,15 +141,25 @@ class SearchState:
         if isinstance(region, Stages):
             return max(region.likely_s, self.whole_share(region) * region.by_others_s)
         if isinstance(region, OneProgram):
-            if self.space.pads(region) and self.space.problem.method.effort != "thorough":
-                return math.inf
-            return region.likely_s
+            unlikely = self.space.pads(region) or self.is_part_of_tight(region)
+            return math.inf if unlikely and self.space.problem.method.effort != "thorough" else region.likely_s
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
         if self.memory.exceeded_share(candidate) is not None:
             return math.inf
         return max((least_s or self.learned.least_s)(candidate), region.region.bound_s)
+
+    def is_part_of_tight(self, region: OneProgram) -> bool:
+        """Return whether a program has to save memory, as on several times its devices, where that is known by now.
+
+        There, each may do the same as here, or less.
+        """
+        group, devices, count = region.group, region.num_devices, region.num_microbatches
+        return region.is_tight and any(
+            (group, count) == (on, number) and most > devices and most % devices == 0
+            for on, most, number in self.tight
+        )
 
     def whole_share(self, region: Stages) -> float:
         """Return the least share of their time by their layers that stages are expected to take.
