@@ -8,7 +8,7 @@ plan always prepares the same program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -52,14 +52,11 @@ def prepare(
     loop_pieces: int,
     batch_statistics: str,
     random: str,
-    on_other_batch: bool = False,
 ) -> PreparedStep:
     """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for.
 
-    A region that needs a statistic of the whole batch is dissolved, and all others with it. With `on_other_batch` it is
-    the step at another batch instead, in one microbatch, prepared as the step itself is.
+    A region that needs a statistic of the whole batch is dissolved, and all others with it.
     """
-    assert num_microbatches == 1 or not on_other_batch
     prepared = partial(
         _prepare,
         trace,
@@ -67,8 +64,29 @@ def prepare(
         loop_pieces=loop_pieces,
         batch_statistics=batch_statistics,
         random=random,
-        on_other_batch=on_other_batch,
+        on_other_batch=False,
     )
+    return _dissolved(trace, num_layers, prepared)
+
+
+def prepare_at_other_batch(
+    trace: Trace, *, num_layers: int, loop_pieces: int, batch_statistics: str, random: str
+) -> PreparedStep:
+    """Return the step at another batch in one microbatch, prepared as the step itself is."""
+    prepared = partial(
+        _prepare,
+        trace,
+        num_microbatches=1,
+        loop_pieces=loop_pieces,
+        batch_statistics=batch_statistics,
+        random=random,
+        on_other_batch=True,
+    )
+    return _dissolved(trace, num_layers, prepared)
+
+
+def _dissolved(trace: Trace, num_layers: int, prepared: Callable[[frozenset[Path]], PreparedStep]) -> PreparedStep:
+    """Return the step without the regions that are wider than a layer, or without any if one has to wait."""
     wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
     try:
         try:

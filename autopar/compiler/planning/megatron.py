@@ -24,7 +24,7 @@ from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import check_waiting, with_offload
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, numbered_layers
-from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, prepare_at_other_batch
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import constraints_within
 from autopar.compiler.planning.layer_classes import (
@@ -143,9 +143,7 @@ def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
     return num_layers, 1
 
 
-def _prepared(
-    trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int, *, on_other_batch: bool = False
-) -> PreparedStep:
+def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
     return prepare(
         trace,
         num_layers=pieces[0],
@@ -153,7 +151,6 @@ def _prepared(
         loop_pieces=pieces[1],
         batch_statistics=method.batch_statistics,
         random=method.random,
-        on_other_batch=on_other_batch,
     )
 
 
@@ -166,7 +163,13 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
     """Return the step with another number of examples in a microbatch."""
     count = method.num_microbatches
     if count == 1:
-        return _prepared(trace, method, pieces, 1, on_other_batch=True)
+        return prepare_at_other_batch(
+            trace,
+            num_layers=pieces[0],
+            loop_pieces=pieces[1],
+            batch_statistics=method.batch_statistics,
+            random=method.random,
+        )
     rows = trace.num_rows
     # Mostly the same for all counts, so that it is prepared once for several plans.
     return _prepared(trace, method, pieces, next(n for n in range(2, rows + 1) if n != count and rows % n == 0))

@@ -157,8 +157,7 @@ class SearchState:
         """
         group, devices, count = region.group, region.num_devices, region.num_microbatches
         return region.is_tight and any(
-            (group, count) == (on, number) and most > devices and most % devices == 0
-            for on, most, number in self.tight
+            (group, count) == (on, number) and most > devices and most % devices == 0 for on, most, number in self.tight
         )
 
     def whole_share(self, region: Stages) -> float:

@@ -132,7 +132,7 @@ def _without_limits(problem: MRF, measure: Measure, budget: WorkBudget, max_gap:
 def _best_from(
     problem: MRF, measure: Measure, fastest: Incumbent, least: LeastExcess, effort: SolveEffort, below: float
 ) -> Incumbent:
-    """Return the best assignment within the limits, from the one of least excess, unless none costs less than `below`."""
+    """Return the best assignment within the limits, from that of least excess, unless none costs less than `below`."""
     fits = least.excess <= 0
     if not fits and least.bound > 0:
         raise NoneWithin(least)
