@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.trace import Trace
@@ -157,40 +158,55 @@ def _search_layers(
     Layouts that save memory take long to search. So they are only looked for where they may be faster than to recompute
     as few layers as make the fastest layouts fit; or where those do not fit, whatever is recomputed.
 
-
     `optimum` are the best layouts without recomputation and without a memory limit, if they are known. Raises
     `NoneBelow` if no plan that fits takes less than `below_s`.
     """
 
-    def search(count: int, within: SearchMethod | ShardParallel = method, below_s: float = below_s) -> MeshSearchResult:
+    def search(count: int, below_s: float, memory: float | str | None = None) -> MeshSearchResult:
         if not count:
             return place.plain.found(below_s, optimum)
         recomputed = tuple(sorted(offered().layers[:count]))
+        within = method if memory is None or isinstance(method, ShardParallel) else replace(method, memory=memory)
         begun = place.begin(recomputed_layers=recomputed, num_layers=offered().num_layers, within=within)
         return begun.found(below_s)
 
     remat = search_of(method).remat
     if remat is True:
-        return search(len(offered().layers))
+        return search(len(offered().layers), below_s)
     if math.isinf(budget):
-        return search(0)
+        return search(0, below_s)
     optimum = place.plain.problem.unlimited() if optimum is None else optimum
     fits = place.plain.problem.fits(optimum)
     if not (fits or saves_memory):
         raise NoneBelow(optimum.lower_bound, limited=True)
     if fits or remat is False or not offered().layers:
-        return search(0)
-    assert not isinstance(method, ShardParallel), "it has no budget"
-    unlimited, most = replace(method, memory="off"), len(offered().layers)
+        return search(0, below_s)
+    return _saving_memory(search, len(offered().layers), budget, below_s)
+
+
+class _Search(Protocol):
+    """The search of layouts with so many layers recomputed that take less than some seconds, within a memory limit."""
+
+    def __call__(self, count: int, below_s: float, memory: float | str | None = None, /) -> MeshSearchResult:
+        """Return the best; raise `MemoryTooSmall` or `NoneBelow` if there are none."""
+        ...
+
+
+def _saving_memory(search: _Search, most: int, budget: float, below_s: float) -> MeshSearchResult:
+    """Return the best of layouts that save memory, and of recomputing up to `most` layers; errors are as of a search.
+
+    The fastest layouts with as few layers recomputed as make them fit are soon found. What they take is what layouts
+    that save memory have to undercut.
+    """
+    refused: list[MemoryTooSmall | NoneBelow] = []
 
     def fastest(count: int) -> MeshSearchResult | None:
-        """The plan for the fastest layouts of all, if it fits."""
-        unbounded = search(count, unlimited)
+        unbounded = search(count, below_s, "off")
         return unbounded if unbounded.peak_bytes <= budget else None
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
-            return search(count, below_s=min(below_s, found.step_time_s) if found else below_s)
+            return search(count, min(below_s, found.step_time_s) if found else below_s)
         except MemoryTooSmall as error:
             refused.append(error)
         except NoneBelow as none:
@@ -199,8 +215,6 @@ def _search_layers(
             refused.append(none)
         return None
 
-    # The fastest layouts with layers recomputed are soon found, and say what layouts that save memory have to undercut.
-    refused: list[MemoryTooSmall | NoneBelow] = []
     found = again = _fewest(fastest, most)
     with suppress(NoneBelow) if found else nullcontext():
         found = within_budget(0) or found
@@ -210,8 +224,8 @@ def _search_layers(
         with suppress(NoneBelow):
             found = within_budget(most) or found
     if found is None:
-        slow_s = [each.bound for each in refused if isinstance(each, NoneBelow)]
-        raise NoneBelow(min(slow_s), limited=True) if slow_s else refused[-1]
+        slow = [each for each in refused if isinstance(each, NoneBelow)]
+        raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
     return found
 
 
