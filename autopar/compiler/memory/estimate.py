@@ -10,6 +10,7 @@ needs; the stacks that it reads and writes are alive throughout. Recomputed regi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,23 @@ _NUMBERED = re.compile(r"\d")
 # that is not modelled: this is what the worst plan measured needed more (benchmarks.memory_model).
 HEADROOM = 0.21
 """Share of the modelled peak by which a compiled one may lie above it: what a budget leaves free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """The bytes of a device that a plan may use, and the share of the modelled peak that is kept free of them."""
+
+    nbytes: float = math.inf
+    headroom: float = HEADROOM
+
+    @property
+    def limit_bytes(self) -> float:
+        """The bytes that the modelled peak must not exceed."""
+        return self.nbytes / bytes_with_headroom(1.0, self.headroom)
+
+    def needed_bytes(self, peak_bytes: float) -> float:
+        """Return the bytes of a budget that a plan of a modelled peak needs."""
+        return bytes_with_headroom(peak_bytes, self.headroom)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +112,9 @@ def _copied(block: LocalBlock, program: MemoryProgram) -> tuple[Value, ...]:
     return tuple(value for value in outputs if isinstance(value, Value))
 
 
-def bytes_with_headroom(peak_bytes: float) -> float:
+def bytes_with_headroom(peak_bytes: float, headroom: float = HEADROOM) -> float:
     """Return the budget that a plan of a modelled peak needs."""
-    return peak_bytes * (1 + HEADROOM)
+    return peak_bytes * (1 + headroom)
 
 
 # --- words --------------------------------------------------------------------------------------------------
