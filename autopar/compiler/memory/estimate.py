@@ -31,8 +31,8 @@ from autopar.ir.memory_part import MemoryPart, joined_parts
 _NUM_LARGEST = 10
 _TRANSFORMS = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(|\)")
 _NUMBERED = re.compile(r"\d")
-# Plans that were made to fit keep arrays split and gather them again, and what the compiler prefetches or merges of
-# that is not modelled: this is what the worst plan measured needed more (benchmarks.memory_model).
+# Of 39 plans that were made to fit, compiled for three GPUs, all but one needed at most 0.135 more than modelled. One
+# needed 0.234: whole gradients are kept while products hide their sum, which is not modelled (benchmarks.memory_model).
 HEADROOM = 0.21
 """Share of the modelled peak by which a compiled one may lie above it: what a budget leaves free."""
 
