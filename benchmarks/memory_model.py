@@ -34,7 +34,7 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, plan_intra_op
 from autopar.compiler.lowering.sharded_step import one_jaxpr
-from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.memory.estimate import MemoryBudget, peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.block_times import block_bytes
 from autopar.compiler.spmd.emit import emit_spmd
@@ -138,10 +138,11 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
         whole_state = case("data parallel", target, replicas)
         yield whole_state
         for share in shares:
-            budget, began = share * whole_state.compiled_mib, time.monotonic()
+            mib, began = share * whole_state.compiled_mib, time.monotonic()
+            budget = MemoryBudget(nbytes=mib * 2**20)
             with contextlib.suppress(MemoryTooSmall):
-                found = _plan(trace, mesh, memory_budget=budget * 2**20, donated=state, time_limit_s=_SOLVE_S)
-                yield case(f"{share:g}", target, found, budget_mib=budget, solve_s=time.monotonic() - began)
+                found = _plan(trace, mesh, budget=budget, donated=state, time_limit_s=_SOLVE_S)
+                yield case(f"{share:g}", target, found, budget_mib=mib, solve_s=time.monotonic() - began)
 
 
 def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:

@@ -4,7 +4,7 @@
 
 `choice_graph` builds the problem and states the integer program. Within a memory budget, the program that an assignment
 means is listed, and the rows of its worst moments (`memory_rows`) bound the others while the solver searches. The model
-is not exact: `headroom`, which the compiled step may need beyond the modelled peak, is kept free.
+is not exact: the budget's headroom, which the compiled step may need beyond the modelled peak, is kept free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key, equation_keys
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
+from autopar.compiler.memory.estimate import MemoryBudget, MemoryEstimate, peak_memory
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.rule import Rule
@@ -127,8 +127,7 @@ def intra_op_problem(
     constraints: Constraints | None = None,
     input_names: Sequence[str] | None = None,
     fold_from: int = FOLD_FROM,
-    memory_budget: float | None = None,
-    memory_headroom: float = HEADROOM,
+    budget: MemoryBudget | None = None,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
@@ -136,10 +135,11 @@ def intra_op_problem(
     """Return the choice of layouts of a program's values. `state_outputs` maps results to the inputs they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
-    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which `memory_headroom`
-    (a share of the modelled peak) is kept free. Optima are kept in `cache_directory`, if one is given.
+    The `budget` is of a device, the inputs `donated` being overwritten. Optima are kept in `cache_directory`, if one is
+    given.
     """
     constraints = Constraints() if constraints is None else constraints
+    budget = MemoryBudget() if budget is None else budget
     jaxpr, mesh = jc.open_jaxpr(closed)[0], mesh_costs.mesh
     table = NodeTable(mesh_costs=mesh_costs)
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
@@ -162,15 +162,13 @@ def intra_op_problem(
         state_outputs=state_outputs,
         folded=folded,
     )
-    workspace = mesh_costs.machine.product_workspace_bytes
-    if memory_budget is not None and (1 + memory_headroom) * (all_bytes(jaxpr) + workspace) <= memory_budget:
-        memory_budget = None  # whatever the layouts are, everything at once fits
+    if all_bytes(jaxpr) + mesh_costs.machine.product_workspace_bytes <= budget.limit_bytes:
+        budget = replace(budget, nbytes=math.inf)  # whatever the layouts are, everything at once fits
     search = MemorySearch(
         choices=choices,
         table=table,
-        budget_bytes=math.inf if memory_budget is None else memory_budget,
+        budget=budget,
         donated=donated,
-        headroom=memory_headroom,
         input_names=[f"input {n}" for n in range(len(jaxpr.invars))] if input_names is None else input_names,
     )
     return IntraOpProblem(search=search, time_limit_s=time_limit_s, cache_directory=cache_directory)
@@ -196,7 +194,7 @@ class IntraOpProblem:
 
     def fits(self, optimum: Optimum) -> bool:
         """Return whether layouts fit into memory."""
-        return math.isinf(self.search.budget_bytes) or self.search.measure(optimum.assignment).excess <= 0
+        return not self.search.is_limited or self.search.measure(optimum.assignment).excess <= 0
 
     def best(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> IntraOpPlan:
         """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick.
@@ -204,10 +202,8 @@ class IntraOpProblem:
         `unlimited` are the best if memory had no end, where they are known.
         """
         search, make = self.search, partial(self._solved, below_s, unlimited)
-        limited = math.isfinite(search.budget_bytes)
-        budget = str(search.budget_bytes if limited else None)
-        below = [str(below_s)] if limited and math.isfinite(below_s) else []
-        more = budget, str(search.headroom), str(sorted(search.donated)), str(self.time_limit_s), *below
+        below = [str(below_s)] if search.is_limited and math.isfinite(below_s) else []
+        more = str(search.budget.limit_bytes), str(sorted(search.donated)), str(self.time_limit_s), *below
         optimum = cached(search.table.problem(), self.cache_directory, make, *more)
         return IntraOpPlan(
             optimum=optimum, choices=search.choices, table=search.table, program=search.program(optimum.assignment)
@@ -217,10 +213,10 @@ class IntraOpProblem:
         if unlimited is not None and unlimited.lower_bound >= (1 - ROUND_OFF) * below_s:
             raise NoneBelow(unlimited.lower_bound)
         if unlimited is not None and unlimited.value < below_s:
-            proven = unlimited.gap <= MAX_GAP or math.isinf(self.search.budget_bytes)
+            proven = unlimited.gap <= MAX_GAP or not self.search.is_limited
             if proven and self.fits(unlimited):
                 return unlimited
-        if math.isinf(self.search.budget_bytes):
+        if not self.search.is_limited:
             return solve(self.search.table.problem(), time_limit_s=self.time_limit_s, below=below_s)
         return solve_within_memory(self.search, time_limit_s=self.time_limit_s, below_s=below_s)
 
@@ -279,14 +275,13 @@ def _equations(jaxpr: Any) -> Iterator[tuple[Hashable, jc.JaxprEqn]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemorySearch:
-    """The graph of a program whose plans must fit `budget_bytes` on every device."""
+    """The graph of a program whose plans must fit a budget on every device."""
 
     choices: BlockGraph
     table: NodeTable
-    budget_bytes: float
+    budget: MemoryBudget
     donated: Collection[int]
     input_names: Sequence[str]
-    headroom: float = HEADROOM
     fitting: dict[Assignment, PlannedProgram] = field(default_factory=dict[Assignment, PlannedProgram])
     """The programs met that fit, one of which the best will be."""
 
@@ -298,30 +293,30 @@ class MemorySearch:
         return PlannedProgram(plan=plan, choices=self.choices, table=self.table, donated=self.donated)
 
     @property
-    def limit_bytes(self) -> float:
-        """The bytes that the modelled peak must not exceed."""
-        return self.budget_bytes / (1 + self.headroom)
+    def is_limited(self) -> bool:
+        """True if there are assignments that may need more than the budget."""
+        return math.isfinite(self.budget.nbytes)
 
     def measure(self, assignment: Assignment) -> Measured:
         """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does.
 
         Only these take the forms in which its values could be read as well.
         """
-        program = self.program(assignment)
-        if (excess := program.memory.peak_bytes - self.limit_bytes) <= 0:
+        program, limit = self.program(assignment), self.budget.limit_bytes
+        if (excess := program.memory.peak_bytes - limit) <= 0:
             self.fitting[assignment] = program
             return Measured(excess=excess, rows=())
         memory = modelled_memory(self.choices, self.table, assignment, self.donated)
-        excess = memory.peak_bytes - self.limit_bytes
+        excess = memory.peak_bytes - limit
         if excess <= 0:
             return Measured(excess=excess, rows=())
         # By more than rounding, so that the rows exclude the assignment.
-        return Measured(excess=excess, rows=memory.rows_above(min(self.limit_bytes, (1 - 1e-6) * memory.peak_bytes)))
+        return Measured(excess=excess, rows=memory.rows_above(min(limit, (1 - 1e-6) * memory.peak_bytes)))
 
 
 def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: float) -> Optimum:
     """Return the best plan within the budget; raise `MemoryTooSmall` if none is found, `NoneBelow` if none is quick."""
-    limit = search.limit_bytes
+    limit = search.budget.limit_bytes
     try:
         return minimize_within_limits(
             search.table.problem(),
@@ -333,7 +328,7 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: f
         )
     except NoneWithin as none:
         least = search.program(none.least.assignment).memory
-        share = least.peak_bytes * (1 + search.headroom) / search.budget_bytes
+        share = least.peak_bytes / limit
         raise MemoryTooSmall(_shortage(search, least, limit + none.least.bound), least_share=share) from None
 
 
@@ -341,12 +336,13 @@ def _shortage(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -
     named = "; ".join(
         f"{size_words(nbytes)} for {what}" for what, nbytes in least.largest(search.input_names)[:NUM_NAMED]
     )
-    needed = least.peak_bytes * (1 + search.headroom)
-    bound = min(needed, bound_bytes * (1 + search.headroom))
-    unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
+    budget = search.budget
+    needed = budget.needed_bytes(least.peak_bytes)
+    bound = min(needed, budget.needed_bytes(bound_bytes))
+    unsure = "" if bound > budget.nbytes else "No plan was found, nor proof that there is none. "
     return (
         f"{unsure}The step needs at least {size_words(bound)} per device on the mesh {search.table.mesh.shape}, and "
         f"{size_words(needed)} by the plan of least memory that was found, of which "
-        f"{size_words(least.arguments_bytes)} are its arguments; the budget is {size_words(search.budget_bytes)}. "
+        f"{size_words(least.arguments_bytes)} are its arguments; the budget is {size_words(budget.nbytes)}. "
         f"Most is taken at {least.at}: {named}."
     )

@@ -17,8 +17,9 @@ no other: all that are left stand behind it. Where only results take collectives
 of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
 gradients before it, these stand before it. What waits and leads to no sum, or to another one, stands behind that sum of
-all gradients and hides it. A reduction that is one kernel with another that more than results needs, as in the
-gradients of a batch norm, runs with that. A slice of an array in memory stands before its reader, however late.
+all gradients and hides it, and gradients of that sum hide collectives before it. A reduction that is one kernel with
+another that more than results needs, as in the gradients of a batch norm, runs with that. A slice of an array in memory
+stands before its reader, however late.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
 that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update. A
@@ -97,7 +98,7 @@ def order_ops(
     beside = [bool(op.collective) and (scatters_sums or op.collective not in _SUMS) for op in ops]
     times = _times(ops, before, tail, beside, held, deferred, moved)
     held = {number: max(last, times[last]) for number, last in last_read.items()}
-    summed = max((times[number] for number, place in deferred.items() if place == _AT_THE_END), default=0.0)
+    summed = max((times[number] for number, place in deferred.items() if place < _BEHIND_THE_SUM), default=0.0)
     held.update((number, summed + 0.5) for number, place in deferred.items() if place == _BEHIND_THE_SUM)
     for group in groups:
         # One collective stands where the last of what it joins is there.
@@ -386,10 +387,12 @@ def _deferred(
         found = _behind_nothing(ops, waiting)
     elif early:
         joined = {number for group in groups for number in group}
-        alone = [[number] for number in late if number not in joined]
-        hidden = [(_AT_THE_END, sum(ops[number].seconds for number in group)) for group in [*groups, *alone]]
-        hidden += [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
-        found = _behind_collectives(ops, waiting, hidden, update_s)
+        sums = [*groups, *([number] for number in late if number not in joined)]
+        inner = [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
+        if summed:
+            found = _behind_one_sum(ops, before, waiting, summed, sums, inner, update_s)
+        else:
+            found = _behind_collectives(ops, waiting, [*_at_the_end(ops, sums), *inner], update_s)
     else:
         found = dict.fromkeys(waiting, _AT_THE_END) if late else {}
     chain = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in found), default=-1)
@@ -426,6 +429,45 @@ def _behind_collectives(
     return found
 
 
+def _behind_one_sum(
+    ops: Sequence[Op],
+    before: Sequence[set[int]],
+    waiting: Sequence[int],
+    summed: Collection[int],
+    sums: Sequence[Sequence[int]],
+    inner: Sequence[tuple[float, float]],
+    update_s: Mapping[int, float],
+) -> dict[int, float]:
+    """Return the same where one sum takes products that are `summed`: others hide that, and they the `inner` ones.
+
+    Sums of other than products, as of gradients of biases, are there early: what they take stands where it is listed.
+    """
+    leading = [(each, _operands(ops, before, each)) for each in sums]
+    products = {number for number in waiting if _is_heavy(ops[number])}
+    listed = {n for _, operands in leading if products.isdisjoint(operands) for n in operands}
+    large = [each for each, operands in leading if not products.isdisjoint(operands)]
+    waiting = [number for number in waiting if number not in listed]
+    behind = _behind_collectives(ops, [n for n in waiting if n not in summed], _at_the_end(ops, large), update_s)
+    found = _behind_collectives(ops, [n for n in waiting if n not in behind], inner, update_s)
+    return found | dict.fromkeys(behind, _BEHIND_THE_SUM)
+
+
+def _at_the_end(ops: Sequence[Op], sums: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    """Return the places and seconds of collectives that only results take."""
+    return [(_AT_THE_END, sum(ops[number].seconds for number in group)) for group in sums]
+
+
+def _operands(ops: Sequence[Op], before: Sequence[set[int]], group: Sequence[int]) -> set[int]:
+    """Return the ops that lead to a collective, up to the products among them."""
+    seen, behind = set[int](), [*group]
+    while behind:
+        number = behind.pop()
+        if number not in seen:
+            seen.add(number)
+            behind += () if _is_heavy(ops[number]) else before[number]
+    return seen
+
+
 def _small_losses(ops: Sequence[Op], tail: Sequence[bool], nbytes: Mapping[Key, float]) -> dict[int, float]:
     """Return the sums of few numbers that are results, each with a time behind all ops."""
     sums = (n for n, op in enumerate(ops) if tail[n] and op.kind == "reduction" and op.reads and not op.results)
@@ -446,16 +488,8 @@ def _one_sum(
     None of these products can hide it. Nothing where there are several such collectives.
     """
     products = {number for number in waiting if _is_heavy(ops[number])}
-    taking: list[set[int]] = []
-    for group in groups:
-        seen, behind = set[int](), [*group]
-        while behind:
-            number = behind.pop()
-            if number not in seen:
-                seen.add(number)
-                behind += () if _is_heavy(ops[number]) else before[number]
-        if not products.isdisjoint(seen):
-            taking.append(seen)
+    leading = (_operands(ops, before, group) for group in groups)
+    taking = [operands for operands in leading if not products.isdisjoint(operands)]
     return taking[0] if len(taking) == 1 else set()
 
 

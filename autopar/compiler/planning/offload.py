@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.compiler.memory.estimate import HEADROOM
 from autopar.compiler.planning.degree_plans import plans_by_degrees
+from autopar.compiler.planning.one_mesh import memory_budget
 from autopar.compiler.planning.search import Simulated, search_plan
 from autopar.compiler.planning.stage_problem import StageProblem
 from autopar.errors import AutoparError, MemoryTooSmall
@@ -86,8 +86,8 @@ def _fitting(problem: StageProblem, offload: str | tuple[str, ...], simulated: S
             step_s = simulated.step_s(plan)
         except MemoryTooSmall:  # of a host
             continue
-        share = max(simulated.peak_bytes(plan)) / problem.memory_bytes
-        if share <= 1:
-            is_tight = not problem.checked and share * (1 + HEADROOM) > 1
-            fitting.append((is_tight, step_s, number, plan))
+        peak_bytes = max(simulated.peak_bytes(plan))
+        budget = memory_budget(problem.method, problem.machine, checked=problem.checked)
+        if peak_bytes <= budget.nbytes:
+            fitting.append((peak_bytes > budget.limit_bytes, step_s, number, plan))
     return [min(fitting)[-1]] if fitting else []

@@ -18,7 +18,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import in_microbatches
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, IntraOpProblem, intra_op_problem
 from autopar.compiler.lowering.sharded_step import one_jaxpr
-from autopar.compiler.memory.estimate import HEADROOM
+from autopar.compiler.memory.estimate import HEADROOM, MemoryBudget
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
@@ -99,10 +99,10 @@ def plan_by_search(
     unlimited: Mapping[_Place, Optimum | None] = dict.fromkeys(places)
     if len(places) > 1 and auto.remat is not True:
         unlimited = _most_promising_first(places, refused)
-    budget = memory_limit(auto.memory, machine) / (1 + _headroom(method, checked))
+    limit = memory_budget(method, machine, checked=checked).limit_bytes
     for place, optimum in unlimited.items():
         try:
-            fitting.append(_search_layers(method, place, offered, budget, below_s, optimum, saves_memory))
+            fitting.append(_search_layers(method, place, offered, limit, below_s, optimum, saves_memory))
             below_s = min(below_s, fitting[-1].step_time_s)
         except NoneBelow as none:
             if none.limited and not saves_memory:  # other places may fit, and still be slower
@@ -148,7 +148,7 @@ def _search_layers(
     method: SearchMethod | ShardParallel,
     place: _Place,
     offered: Callable[[], Offer],
-    budget: float,
+    limit_bytes: float,
     below_s: float,
     optimum: Optimum | None,
     saves_memory: bool,
@@ -173,7 +173,7 @@ def _search_layers(
     remat = search_of(method).remat
     if remat is True:
         return search(len(offered().layers), below_s)
-    if math.isinf(budget):
+    if math.isinf(limit_bytes):
         return search(0, below_s)
     optimum = place.plain.problem.unlimited() if optimum is None else optimum
     fits = place.plain.problem.fits(optimum)
@@ -181,7 +181,7 @@ def _search_layers(
         raise NoneBelow(optimum.lower_bound, limited=True)
     if fits or remat is False or not offered().layers:
         return search(0, below_s)
-    return _saving_memory(search, len(offered().layers), budget, below_s)
+    return _saving_memory(search, len(offered().layers), limit_bytes, below_s)
 
 
 class _Search(Protocol):
@@ -192,7 +192,7 @@ class _Search(Protocol):
         ...
 
 
-def _saving_memory(search: _Search, most: int, budget: float, below_s: float) -> MeshSearchResult:
+def _saving_memory(search: _Search, most: int, limit_bytes: float, below_s: float) -> MeshSearchResult:
     """Return the best of layouts that save memory, and of recomputing up to `most` layers; errors are as of a search.
 
     The fastest layouts with as few layers recomputed as make them fit are soon found. What they take is what layouts
@@ -202,7 +202,7 @@ def _saving_memory(search: _Search, most: int, budget: float, below_s: float) ->
 
     def fastest(count: int) -> MeshSearchResult | None:
         unbounded = search(count, below_s, "off")
-        return unbounded if unbounded.peak_bytes <= budget else None
+        return unbounded if unbounded.peak_bytes <= limit_bytes else None
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
@@ -319,7 +319,6 @@ def begin_on(
     auto = search_of(method)
     mesh = with_links(mesh, machine)
     mesh_costs = MeshCosts(machine=machine, mesh=mesh)
-    budget = memory_limit(auto.memory, machine)
     trace = rematerialize(trace, recomputed_layers, num_layers)
     closed = one_jaxpr(
         trace,
@@ -333,8 +332,7 @@ def begin_on(
         state_outputs=dict(trace.state_outputs),
         constraints=constraints_of(trace, closed, method, mesh, allowed),
         input_names=[leaf.name for leaf in trace.inputs],
-        memory_budget=None if math.isinf(budget) else budget,
-        memory_headroom=_headroom(method, checked),
+        budget=memory_budget(method, machine, checked=checked),
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,
@@ -398,11 +396,14 @@ def mesh_choices(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 
 
-def _headroom(method: SearchMethod | ShardParallel, checked: bool) -> float:
-    """Share of the modelled peak that is kept free. A word for `memory` leaves a share of the device free by itself."""
-    if checked or isinstance(search_of(method).memory, str):
-        return 0.0
-    return HEADROOM
+def memory_budget(method: SearchMethod | ShardParallel, machine: Machine, *, checked: bool) -> MemoryBudget:
+    """Return what a method's plans may use of a device; those that will be `checked` by compiling them, all of that.
+
+    A word for `memory` leaves a share of the device free by itself.
+    """
+    memory = search_of(method).memory
+    headroom = 0.0 if checked or isinstance(memory, str) else HEADROOM
+    return MemoryBudget(nbytes=memory_limit(memory, machine), headroom=headroom)
 
 
 def memory_limit(memory: float | str, machine: Machine) -> float:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.intra_op.plan_program import Constraints
-from autopar.compiler.memory.estimate import bytes_with_headroom
+from autopar.compiler.memory.estimate import MemoryBudget, bytes_with_headroom
 from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.collectives import planned_collectives
@@ -38,7 +38,7 @@ def test_a_plan_within_a_budget_is_the_same_by_a_clock_that_races(monkeypatch):
     budget, donated = 0.8 * needed(block, mesh, state_inputs(trace)), state_inputs(trace)
 
     def plan():
-        _, found, _ = planned(trace, (2, 4), memory_budget=budget, donated=donated, time_limit_s=5)
+        _, found, _ = planned(trace, (2, 4), budget=MemoryBudget(nbytes=budget), donated=donated, time_limit_s=5)
         return json.dumps(to_data(found.plan, mesh)), found.optimum.lower_bound
 
     first, ticks = plan(), itertools.count(step=1e6)
@@ -55,7 +55,7 @@ def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
     cost = free.optimum.value
     for share in (0.9, 0.85):
         budget = share * needed(block, mesh, donated)
-        _, found, tighter = planned(trace, (8,), memory_budget=budget, donated=donated, time_limit_s=10)
+        _, found, tighter = planned(trace, (8,), budget=MemoryBudget(nbytes=budget), donated=donated, time_limit_s=10)
         after = peak_memory(tighter, mesh, donated)
         assert bytes_with_headroom(after.peak_bytes) <= budget
         assert after.peak_bytes < unlimited.peak_bytes
@@ -112,9 +112,8 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
     whole = data_parallel_peak(trace, (8,), donated)
     kinds, times = {}, []
     for share in (1.0, 0.5, 0.43):
-        mesh, found, block = planned(
-            trace, (8,), memory_budget=share * whole, memory_headroom=0.0, donated=donated, time_limit_s=120
-        )
+        budget = MemoryBudget(nbytes=share * whole, headroom=0.0)
+        mesh, found, block = planned(trace, (8,), budget=budget, donated=donated, time_limit_s=120)
         assert peak_memory(block, mesh, donated).peak_bytes <= share * whole
         kinds[share] = kind_of(trace, mesh, block, batch)
         times.append(found.optimum.value)
@@ -131,7 +130,7 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
 def test_budget_that_is_large_enough_changes_nothing():
     trace = traced("mlp")
     _, free, _ = planned(trace, (2, 4))
-    _, found, _ = planned(trace, (2, 4), memory_budget=2**40, donated=state_inputs(trace))
+    _, found, _ = planned(trace, (2, 4), budget=MemoryBudget(nbytes=2**40), donated=state_inputs(trace))
     assert found.optimum.value == pytest.approx(free.optimum.value, rel=1e-3)
 
 
@@ -140,7 +139,7 @@ def test_budget_that_nothing_fits_is_an_error_that_says_what_would():
     with pytest.raises(
         MemoryTooSmall, match=r"at least .* MiB per device on the mesh \(8,\).*was found.*budget is .*Most is taken at"
     ):
-        planned(trace, (8,), memory_budget=1e6, donated=state_inputs(trace))
+        planned(trace, (8,), budget=MemoryBudget(nbytes=1e6), donated=state_inputs(trace))
 
 
 @needs_gpu_compiler
@@ -150,6 +149,6 @@ def test_compiled_plan_stays_within_its_budget(shape, share):
     donated = state_inputs(trace)
     mesh, _, free = planned(trace, shape)
     budget = share * needed(free, mesh, donated)
-    mesh, _, block = planned(trace, shape, memory_budget=budget, donated=donated, time_limit_s=8)
+    mesh, _, block = planned(trace, shape, budget=MemoryBudget(nbytes=budget), donated=donated, time_limit_s=8)
     assert needed(block, mesh, donated) <= budget
     assert compiled_bytes(trace, block, mesh, donated) <= budget

@@ -111,10 +111,9 @@ def test_rows_are_the_modelled_memory(name, shape):
         search = MemorySearch(
             choices=found.choices,
             table=found.table,
-            budget_bytes=budget,
+            budget=estimate.MemoryBudget(nbytes=budget, headroom=0.0),
             donated=donated,
             input_names=[leaf.name for leaf in trace.inputs],
-            headroom=0.0,
         )
         measured = search.measure(assignment)
         assert measured.excess == pytest.approx(nbytes - budget, rel=1e-6)

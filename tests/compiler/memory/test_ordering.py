@@ -195,6 +195,17 @@ def test_what_waits_stands_behind_the_sum_of_all_products(kind: Any, steps: str,
     assert (place(bias) > place(total)) == behind
 
 
+def test_products_hide_no_sum_that_they_lead_to_but_the_collective_before_it():
+    first = Op("apart", ("start",), ("a",), collective="all-reduce", seconds=1.0)
+    other, weights = (Op("apart", ("a", name), (f"d{name}",), seconds=1.0) for name in ("y", "x"))
+    gather = Op("apart", ("b",), ("whole b",), collective="all-gather", seconds=1.0)
+    total = Op("apart", ("dx",), ("sx",), collective="reduce-scatter", seconds=2.0)
+    nbytes = dict.fromkeys(("a", "b", "whole b", "x", "y", "dx", "dy", "sx", "end"), 1.0)
+    written = [first, other, weights, BEFORE, gather, LAST._replace(reads=("whole b",)), total]
+    place = order_ops(written, nbytes, for_latency=True, scatters_sums=True).ops.index
+    assert place(gather) < place(weights) < place(total) < place(other)
+
+
 def test_a_reduction_of_columns_is_no_kernel_with_one_of_rows():
     gain, mean = Op("reduction", ("a",), ("dg",)), Op("reduction", ("a",), ("m",), reduces_rows=True)
     nbytes = {"total": 0, "a": 8, "dg": 1, "m": 1}
