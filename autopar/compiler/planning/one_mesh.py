@@ -25,6 +25,7 @@ from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
 from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.problem import NoneBelow, Optimum
+from autopar.compiler.solver.solve import ROUND_OFF
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
@@ -176,6 +177,8 @@ def _search_layers(
     if math.isinf(limit_bytes):
         return search(0, below_s)
     optimum = place.plain.problem.unlimited() if optimum is None else optimum
+    if optimum.lower_bound >= (1 - ROUND_OFF) * below_s:
+        raise NoneBelow(optimum.lower_bound)
     fits = place.plain.problem.fits(optimum)
     if not (fits or saves_memory):
         raise NoneBelow(optimum.lower_bound, limited=True)
