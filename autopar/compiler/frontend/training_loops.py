@@ -101,12 +101,12 @@ def _required(eqn: jc.JaxprEqn) -> str:
         return "Its body has effects, as of a callback, which are kept in their order only as a whole. Leave these out"
     if eqn.primitive.name == "cond":
         return (
-            "A pipeline computes every branch and selects, for which only one branch may take a gradient. Choose the "
+            "Every branch is computed and one selected, for which only one branch may take a gradient. Choose the "
             "branch in Python by a static argument, or compute the gradient outside and only the update in the branches"
         )
     return (
-        f"A pipeline takes every iteration apart, for which a loop must have at most {MOST_ROUNDS} iterations, known "
-        "when it is traced. Parallelize the body of the loop and call it from Python"
+        f"It is taken apart, which needs at most {MOST_ROUNDS} iterations, known when it is traced. Parallelize the "
+        "body of the loop and call it from Python"
     )
 
 

@@ -31,7 +31,13 @@ from autopar.compiler.planning.layer_classes import (
     count_step_layers,
     layer_class,
 )
-from autopar.compiler.planning.parallelism import StageValues, stage_constraints, stage_values, value_layouts
+from autopar.compiler.planning.parallelism import (
+    StageValues,
+    stage_constraints,
+    stage_values,
+    value_layouts,
+    without_other_batch,
+)
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
@@ -107,10 +113,7 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )
     if data * tensor > 1 and trace.at_other_batch is None:
-        raise Unsupported(
-            f"Megatron must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
-            f"size: {trace.no_other_batch_because}. Use Auto() instead."
-        )
+        raise without_other_batch(trace, "Megatron")
     rows = trace.num_rows if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
         raise InvalidArgument(

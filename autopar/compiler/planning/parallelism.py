@@ -340,10 +340,7 @@ def _batch_dims(
     """Return the dimensions of operands and results that grow with the batch, by equation of the model."""
     kind = type(method).__name__
     if trace.at_other_batch is None:
-        raise Unsupported(
-            f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
-            f"size: {trace.no_other_batch_because}. Use Auto() instead."
-        )
+        raise without_other_batch(trace, kind)
     one, other = _with_other_examples(trace, method)
     dims = equation_batch_dims(closed, twins_of_merged(one, other)) if same_equations(one, other) else None
     if dims is None:
@@ -352,6 +349,15 @@ def _batch_dims(
             f"two are different programs{first_difference(one, other)}. Use Auto() instead."
         )
     return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
+
+
+def without_other_batch(trace: Trace, kind: str) -> Unsupported:
+    """Return the error of a method that has to know the dimensions of the batch, which no other batch tells."""
+    return Unsupported(
+        f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch size: "
+        f"{trace.no_other_batch_because}. Use Auto(), which does without, or name the arguments that carry the batch "
+        "in batch_argnums and inputs that do not in unbatched."
+    )
 
 
 def _with_other_examples(
