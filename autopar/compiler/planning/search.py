@@ -67,7 +67,7 @@ larger ones."""
 _USUAL_SHARE = 0.97
 """Share of the time by their layers that stages usually take at least as a whole."""
 _NUM_RUNNERS_UP = 5
-_UNLIKELY = "what other numbers of microbatches tell to be slower was not searched"
+_UNLIKELY = "what others tell to be slower was not searched"
 """The reason that a search ended with bounds below its best plan, where nothing stopped it."""
 _CLOCK = 5
 """Multiple of the time limit, which counts work, after which the clock ends a search: a busy machine is as slow."""
