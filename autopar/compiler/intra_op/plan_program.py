@@ -188,9 +188,9 @@ class IntraOpProblem:
     time_limit_s: float
     cache_directory: Path | None
 
-    def unlimited(self) -> Optimum:
-        """Return the best layouts if memory had no end."""
-        return solve(self.search.table.problem(), time_limit_s=self.time_limit_s)
+    def unlimited(self, below_s: float = math.inf) -> Optimum:
+        """Return the best layouts if memory had no end; raise `NoneBelow` if even they take no less than `below_s`."""
+        return solve(self.search.table.problem(), time_limit_s=self.time_limit_s, below=below_s)
 
     def fits(self, optimum: Optimum) -> bool:
         """Return whether layouts fit into memory."""

@@ -174,9 +174,9 @@ def _search_layers(
     remat = search_of(method).remat
     if remat is True:
         return search(len(offered().layers), below_s)
-    if math.isinf(limit_bytes):
+    if not place.plain.problem.search.is_limited:
         return search(0, below_s)
-    optimum = place.plain.problem.unlimited() if optimum is None else optimum
+    optimum = place.plain.problem.unlimited(below_s) if optimum is None else optimum
     if optimum.lower_bound >= (1 - ROUND_OFF) * below_s:
         raise NoneBelow(optimum.lower_bound)
     fits = place.plain.problem.fits(optimum)
@@ -209,7 +209,8 @@ def _saving_memory(search: _Search, most: int, limit_bytes: float, below_s: floa
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
-            return search(count, min(below_s, found.step_time_s) if found else below_s)
+            new = search(count, min(below_s, found.step_time_s) if found else below_s)
+            return new if found is None or new.step_time_s < found.step_time_s else found
         except MemoryTooSmall as error:
             refused.append(error)
         except NoneBelow as none:

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.rematerialize import LayeredStep, offered_layers, rematerialize
+from autopar.compiler.planning import one_mesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from tests.compiler.microbatch.microbatched import assert_equal
 from tests.small_steps import traced
@@ -352,6 +355,15 @@ def test_layers_are_recomputed_where_that_takes_less_than_layouts_that_save_memo
     for remat in (False, True):
         with contextlib.suppress(MemoryTooSmall):
             assert found_s <= 1.001 * planned(args, dataclasses.replace(auto, remat=remat)).plan.sharding.step_time_s
+
+
+def test_layouts_that_save_memory_replace_no_faster_plan():
+    plans = {
+        (1, "off"): SimpleNamespace(step_time_s=2.0, peak_bytes=1.0),
+        (0, None): SimpleNamespace(step_time_s=3.0, peak_bytes=1.0),
+    }
+    search = lambda count, below_s, memory=None: plans[count, memory]  # noqa: E731
+    assert one_mesh._saving_memory(search, 1, 1.0, math.inf).step_time_s == 2.0
 
 
 def test_a_plan_that_recomputes_means_the_same_from_json():
