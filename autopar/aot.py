@@ -40,10 +40,10 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.plan_within_memory import plan_that_fits
-from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.by_hand.follow import Followed
+from autopar.compiler.planning.demands.scope_demands import scopes_kept
 from autopar.compiler.planning.one_mesh import memory_limit
-from autopar.compiler.planning.scope_demands import scopes_kept
-from autopar.compiler.planning.search import Simulated
+from autopar.compiler.planning.search.best_first import Simulated
 from autopar.compiler.planning.whole_inputs import note_whole
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan

@@ -30,7 +30,7 @@ from autopar.aot import Compiled, Lowered, Planned, Traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
 from autopar.checks import check_axes, check_count, check_flag, check_names, check_numbers, check_pattern
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.by_hand.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan

@@ -10,7 +10,7 @@ import jax
 
 from autopar.arguments import Arguments, Call
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.by_hand.follow import Followed
 from autopar.errors import Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan

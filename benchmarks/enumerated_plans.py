@@ -35,12 +35,12 @@ from rich.progress import track
 import autopar
 from autopar.compiler.inter_op.stage_costs import Stage, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes
-from autopar.compiler.planning.layer_costs import LayoutChoice
-from autopar.compiler.planning.pipeline_candidate import PipelineCandidate
-from autopar.compiler.planning.sharded_plan import shard_candidate
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts
-from autopar.compiler.planning.stage_problem import StageProblem
-from autopar.compiler.planning.virtual_stages import make_virtual_stages
+from autopar.compiler.planning.stages.layer_costs import LayoutChoice
+from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
+from autopar.compiler.planning.stages.sharded_plan import shard_candidate
+from autopar.compiler.planning.stages.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stages.stage_problem import StageProblem
+from autopar.compiler.planning.stages.virtual_stages import make_virtual_stages
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.clocks import Hosts

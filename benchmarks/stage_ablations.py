@@ -21,9 +21,9 @@ from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
-from autopar.compiler.planning.search import Simulated, search_plan
-from autopar.compiler.planning.stage_problem import StageProblem
+from autopar.compiler.planning.search.best_first import Simulated, search_plan
+from autopar.compiler.planning.stages.layer_classes import count_step_layers, model_cuts
+from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
 from autopar.methods import Auto

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import Auto, DataParallel, InvalidArgument, Megatron, MemoryTooSmall, PipelineParallel, Unsupported
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.scope_demands import within_scopes
+from autopar.compiler.planning.demands.scope_demands import within_scopes
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.hardware.machine import Machine

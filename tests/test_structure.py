@@ -35,7 +35,9 @@ PACKAGES = (
     ),
     *("compiler.jaxprs", "compiler.sharding", "compiler.frontend", "compiler.microbatch", "compiler.pipeline"),
     *("compiler.costs", "compiler.resharding", "compiler.spmd", "compiler.memory"),
-    *("compiler.solver", "compiler.inter_op", "compiler.intra_op", "compiler.lowering", "compiler.planning"),
+    *("compiler.solver", "compiler.inter_op", "compiler.intra_op", "compiler.lowering"),
+    *("compiler.planning.demands", "compiler.planning", "compiler.planning.stages"),
+    *("compiler.planning.by_hand", "compiler.planning.search"),
     *("compiler.analysis", "compiler.passes", "compiler.plan_within_memory"),
     *("runtime", "runtime.transfer", "runtime.distributed"),
     *(

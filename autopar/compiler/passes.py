@@ -30,16 +30,16 @@ from autopar.compiler.lowering.user_constraints import (
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.follow import Followed, plan_following
-from autopar.compiler.planning.manual import plan_by_hand
-from autopar.compiler.planning.megatron import plan_megatron
-from autopar.compiler.planning.offload import search_with_offload
+from autopar.compiler.planning.by_hand.follow import Followed, plan_following
+from autopar.compiler.planning.by_hand.manual import plan_by_hand
+from autopar.compiler.planning.by_hand.megatron import plan_megatron
+from autopar.compiler.planning.demands.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
-from autopar.compiler.planning.scope_demands import check_scopes, named_stages
-from autopar.compiler.planning.search import Simulated
-from autopar.compiler.planning.stage_problem import StageProblem
+from autopar.compiler.planning.search.best_first import Simulated
+from autopar.compiler.planning.search.offload import search_with_offload
+from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster

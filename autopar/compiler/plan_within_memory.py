@@ -15,9 +15,9 @@ from typing import Any
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import compiled_peak_bytes
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.by_hand.follow import Followed
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
-from autopar.compiler.planning.search import Simulated
+from autopar.compiler.planning.search.best_first import Simulated
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan

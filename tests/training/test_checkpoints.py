@@ -32,7 +32,7 @@ from autopar.runtime.digests import DIGESTS
 from autopar.session import current_session
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
-from tests.compiler.planning.test_groups import cluster as mixed_cluster
+from tests.compiler.planning.demands.test_groups import cluster as mixed_cluster
 from tests.small_steps import ArrayLayer, mlp_batch, mlp_params, mlp_step
 from tests.training.test_state import BATCH, METHODS, assert_close, assert_same, draw_batch, init_fn, train_step
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from autopar.compiler.analysis.revision import Planning
 from autopar.compiler.frontend.scopes import all_scopes, stage_of
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.constraints import pins_of_inputs
-from autopar.compiler.planning.scope_demands import layouts_in_parts, parameter_demands
+from autopar.compiler.planning.demands.constraints import pins_of_inputs
+from autopar.compiler.planning.demands.scope_demands import layouts_in_parts, parameter_demands
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, from_spec
 from autopar.methods import Auto, given_options, method_words
 

@@ -21,8 +21,8 @@ from autopar.compiler.analysis.revise_machines import places
 from autopar.compiler.analysis.revision import Planning, Revision, given_spec
 from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers
-from autopar.compiler.planning.constraints import pins_of_inputs
-from autopar.compiler.planning.kinds import allowed_splits
+from autopar.compiler.planning.demands.constraints import pins_of_inputs
+from autopar.compiler.planning.demands.kinds import allowed_splits
 from autopar.compiler.planning.one_mesh import MeshSearchResult, mesh_choices, plan_of, search_on
 from autopar.compiler.sharding.layout import LogicalMesh, even_layouts, to_spec
 from autopar.compiler.sharding.replicated_values import below_split_size

@@ -33,12 +33,17 @@ from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.kinds import allowed_splits, graph_kinds
-from autopar.compiler.planning.layer_classes import LayerClass, layer_class
-from autopar.compiler.planning.layer_costs import STAGE_PRICES, layer_constraints, memory_charges
+from autopar.compiler.planning.demands.kinds import allowed_splits, graph_kinds
 from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.one_mesh import mesh_choices
-from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages, with_input_specs
+from autopar.compiler.planning.stages.layer_classes import LayerClass, layer_class
+from autopar.compiler.planning.stages.layer_costs import STAGE_PRICES, layer_constraints, memory_charges
+from autopar.compiler.planning.stages.stage_layouts import (
+    ConstrainedStage,
+    received_seconds,
+    shard_stages,
+    with_input_specs,
+)
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
 from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve

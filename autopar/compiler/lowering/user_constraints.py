@@ -1,7 +1,7 @@
 """Check callbacks and meshes of the user's own; drop sharding constraints where there is nothing to lay out.
 
-On several devices the plan obeys them (`planning.constraints`). Callbacks that must keep an order need one executable
-that all of them are in.
+On several devices the plan obeys them (`planning.demands.constraints`). Callbacks that must keep an order need one
+executable that all of them are in.
 """
 
 from __future__ import annotations

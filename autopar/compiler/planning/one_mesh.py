@@ -20,8 +20,8 @@ from autopar.compiler.intra_op.plan_program import IntraOpPlan, IntraOpProblem, 
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM, MemoryBudget
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
-from autopar.compiler.planning.constraints import constraints_of
-from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
+from autopar.compiler.planning.demands.constraints import constraints_of
+from autopar.compiler.planning.demands.kinds import AllowedSplits, allowed_splits
 from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.problem import NoneBelow, Optimum

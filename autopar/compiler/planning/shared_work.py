@@ -22,7 +22,7 @@ from autopar.compiler.jaxprs.flops import equation_flops
 from autopar.compiler.lowering.sharded_step import logical_mesh, planned_layouts
 from autopar.compiler.lowering.stage_programs import task_layouts, tasks_of_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.kinds import task_kinds
+from autopar.compiler.planning.demands.kinds import task_kinds
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.sharding.replication import note_replicated
 from autopar.compiler.spmd.block_plan import BlockPlan, strategy_of

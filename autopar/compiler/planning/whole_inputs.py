@@ -12,7 +12,7 @@ from typing import get_args
 
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.constraints import DATA
+from autopar.compiler.planning.demands.constraints import DATA
 from autopar.compiler.planning.shared_work import note_shared_work
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.sharding.replicated_values import below_split_size

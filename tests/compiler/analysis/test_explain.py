@@ -11,7 +11,7 @@ import autopar
 from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link
-from tests.compiler.planning.test_groups import cluster
+from tests.compiler.planning.demands.test_groups import cluster
 from tests.small_steps import SEPARATE, draw, sgd, tanh_loss
 
 METHODS = {

@@ -8,7 +8,7 @@ import autopar
 from autopar.compiler.frontend.dimension_kinds import part_kinds, step_kinds
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
-from autopar.compiler.planning.kinds import graph_kinds
+from autopar.compiler.planning.demands.kinds import graph_kinds
 
 ROWS, LENGTH, WIDTH, HEADS, EXPERTS, CLASSES = 8, 12, 16, 4, 6, 10
 DATA, TENSOR, EXPERT, LENGTHS = "data", "tensor", "expert", "sequence"

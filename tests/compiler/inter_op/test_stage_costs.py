@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
-from autopar.compiler.planning.virtual_stages import VirtualStage, simulate_schedule_s
+from autopar.compiler.planning.stages.virtual_stages import VirtualStage, simulate_schedule_s
 from autopar.errors import InvalidArgument
 from autopar.ir.schedules import SCHEDULES, get_schedule, schedule_tasks
 from autopar.ir.task_order import peak_in_flight

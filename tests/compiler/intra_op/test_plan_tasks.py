@@ -12,8 +12,8 @@ from autopar.compiler.intra_op import plan_tasks
 from autopar.compiler.intra_op.plan_tasks import TaskGraph, task_graph
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
-from autopar.compiler.planning.layer_classes import LayerClass, layer_class
-from autopar.compiler.planning.layer_costs import stage_cost
+from autopar.compiler.planning.stages.layer_classes import LayerClass, layer_class
+from autopar.compiler.planning.stages.layer_costs import stage_cost
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
 from tests.compiler.stage_plans import QUICK
 
