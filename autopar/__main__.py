@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from autopar import doctor, machines_command, plan_command, supervisor
+from autopar.commands import doctor, machines, plan, supervisor
 from autopar.errors import AutoparError
 from autopar.hardware import calibrate
 
@@ -49,13 +49,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
 # Of each: the module that reads its options, what adds them, and what runs it and returns the exit status; the first
 # sentence of the last one says what the command does.
 COMMANDS = {
-    "plan": (plan_command, plan_command.add_plan_options, plan_command.run_plan),
-    "simulate": (plan_command, plan_command.add_simulate_options, plan_command.run_simulate),
-    "explain": (plan_command, plan_command.add_explain_options, plan_command.run_explain),
-    "what-if": (plan_command, plan_command.add_what_if_options, plan_command.run_what_if),
-    "diff": (plan_command, plan_command.add_diff_options, plan_command.run_diff),
-    "view": (plan_command, plan_command.add_view_options, plan_command.run_view),
-    "machines": (machines_command, machines_command.add_machines_options, machines_command.run_machines),
+    "plan": (plan, plan.add_plan_options, plan.run_plan),
+    "simulate": (plan, plan.add_simulate_options, plan.run_simulate),
+    "explain": (plan, plan.add_explain_options, plan.run_explain),
+    "what-if": (plan, plan.add_what_if_options, plan.run_what_if),
+    "diff": (plan, plan.add_diff_options, plan.run_diff),
+    "view": (plan, plan.add_view_options, plan.run_view),
+    "machines": (machines, machines.add_machines_options, machines.run_machines),
     "calibrate": (calibrate, calibrate.add_calibrate_options, calibrate.run_calibrate),
     "doctor": (doctor, doctor.add_doctor_options, doctor.run_doctor),
     "bench": (sys.modules[__name__], add_bench_options, run_bench),

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.arguments import Call
-from autopar.changes import Asked, Change
 from autopar.checks import as_reduce_dtype
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
@@ -46,19 +45,20 @@ from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.planning.search.best_first import Simulated
 from autopar.compiler.planning.whole_inputs import note_whole
 from autopar.compiler.sharding.replication import one_warning
-from autopar.description import PlanDescription, describe_plan
-from autopar.dump import dump_name, write_dump
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, StragglerWarning, Unsupported
-from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
-from autopar.fixes import Fixes, find_fixes, with_changes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Run
 from autopar.jit_shardings import JitShardings, jit_shardings
 from autopar.methods import Auto, Method
-from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.progress import say, search_progress
+from autopar.reports.changes import Asked, Change
+from autopar.reports.description import PlanDescription, describe_plan
+from autopar.reports.dump import dump_name, write_dump
+from autopar.reports.explorer import Answer, plan_page
+from autopar.reports.fixes import Fixes, find_fixes, with_changes
+from autopar.reports.plan_difference import PlanDifference, plan_difference
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, InProcessProgram, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
@@ -454,7 +454,7 @@ class Planned:
         of collectives. `cluster` and errors are those of `simulate`; `InvalidArgument` for a folder that cannot be
         written to.
         """
-        from autopar.chakra import write_chakra
+        from autopar.reports.chakra import write_chakra
 
         timeline, planned_on = self.simulate(cluster).timeline, cluster or self.source.target.devices_planned_for()
         priced = price_plan(self.trace, self.plan, self._program, cluster=planned_on)

@@ -12,9 +12,9 @@ from autopar.hardware.machine import Machine
 from autopar.runtime.critical_path import critical_path
 from autopar.runtime.timeline import Event
 from autopar.step_parts import StepParts
+from tests.reports.test_chakra import METHODS
+from tests.reports.test_description import arguments, deep_loss
 from tests.small_steps import sgd
-from tests.test_chakra import METHODS
-from tests.test_description import arguments, deep_loss
 
 CLUSTER = autopar.Cluster.parse("1x dgx-h100")
 

@@ -14,7 +14,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.primitives import WIDENING
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link, Machine
-from autopar.plan_difference import plan_difference
+from autopar.reports.plan_difference import plan_difference
 from tests.small_steps import draw
 
 WIDTH, TOKENS, LENGTH, ROWS = 32, 64, 16, 256

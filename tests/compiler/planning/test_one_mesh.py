@@ -14,7 +14,7 @@ import autopar
 from autopar.compiler.planning.one_mesh import search_on
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.plan_difference import plan_difference
+from autopar.reports.plan_difference import plan_difference
 from tests.zoo import ZOO
 
 WIDTH, HIDDEN, ROWS = 256, 1024, 64

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import autopar
-from autopar.changes import Asked, more_memory
 from autopar.compiler.planning.search.space import Space
 from autopar.compiler.planning.state_bound import StateBound, even_parts, kept_leaves, refuse_too_large_a_state
 from autopar.errors import MemoryTooSmall
+from autopar.reports.changes import Asked, more_memory
 
 TX = optax.adam(1e-3)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation
 from autopar.compiler.analysis.planned_values import PlannedValue
-from autopar.description import PlanDescription
-from autopar.plan_difference import PlanDifference, plan_difference
+from autopar.reports.description import PlanDescription
+from autopar.reports.plan_difference import PlanDifference, plan_difference
 from autopar.runtime.timeline import Event, InstructionTime, Timeline
 
 Answer = PlanDifference | Explanation | CollectiveCauses

@@ -2,7 +2,7 @@
 
     Asked, its plan or error  ->  (Change, ...), ...   each group from the smaller change to the larger
 
-Nothing is planned here: `autopar.fixes` does, and says what each comes to.
+Nothing is planned here: `autopar.reports.fixes` does, and says what each comes to.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
-from autopar.description import PlanDescription
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.method_fields import MEMORY_LEVELS
 from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, default_of, method_words
 from autopar.plain_text import size_words
+from autopar.reports.description import PlanDescription
 
 GAIN = 1e-3
 """Least relative gain of a fix."""

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.__main__ import main
-from autopar.chakra import read_chakra
 from autopar.ir.program import Copy, Recv, Run, Send
+from autopar.reports.chakra import read_chakra
+from tests.reports.test_description import arguments, deep_loss
 from tests.small_steps import SEPARATE, adam, adam_state, draw, mlp_loss, sgd
-from tests.test_description import arguments, deep_loss
 
 KINDS = {2: "load", 3: "store", 4: "compute", 5: "send", 6: "recv", 7: "collective"}
 COLLECTIVES = {0: "all-reduce", 2: "all-gather", 6: "all-to-all", 7: "reduce-scatter"}

@@ -32,7 +32,7 @@ from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import Auto, Method
-from autopar.plan_difference import plan_difference
+from autopar.reports.plan_difference import plan_difference
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

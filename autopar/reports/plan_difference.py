@@ -20,10 +20,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.description import PlanDescription, html_table
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import PlannedCollective
 from autopar.plain_text import as_text
+from autopar.reports.description import PlanDescription, html_table
 
 _SCHEMA = "autopar plan difference 1"
 _SAME = 5e-4

@@ -1,6 +1,6 @@
 """Look for what to write instead of a method: each change planned and simulated.
 
-    Asked, its plan or error  ->  Change, ...   one option changed, another method, other devices (`autopar.changes`)
+    Asked, its plan or error  ->  Change, ...   one option changed, another method, other devices (`reports.changes`)
                               ->  Fixes         those that fit or are faster
 
 Nothing is estimated: a change has the time and the memory of the plan that it makes. Where the present plan fits, the
@@ -23,7 +23,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.changes import (
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.intra_op.plan_program import FOLD_FROM
+from autopar.errors import AutoparError, MemoryTooSmall, ReplicatedWarning
+from autopar.ir.plan import Plan
+from autopar.methods import Auto, Method, SearchMethod, method_words
+from autopar.plain_text import as_text, size_words
+from autopar.reports.changes import (
     GAIN,
     SHORT_LIMIT_S,
     Asked,
@@ -35,13 +41,7 @@ from autopar.changes import (
     more_devices,
     more_memory,
 )
-from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_program import FOLD_FROM
-from autopar.description import PlanDescription
-from autopar.errors import AutoparError, MemoryTooSmall, ReplicatedWarning
-from autopar.ir.plan import Plan
-from autopar.methods import Auto, Method, SearchMethod, method_words
-from autopar.plain_text import as_text, size_words
+from autopar.reports.description import PlanDescription
 
 _BUDGETS = 3
 """The larger budgets that are tried, each the least that was found to be enough by the one before."""

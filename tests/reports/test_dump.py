@@ -6,9 +6,9 @@ import os
 import pytest
 
 import autopar
-from autopar.dump import dump_name
+from autopar.reports.dump import dump_name
+from tests.reports.test_description import METHODS, arguments, deep_loss
 from tests.small_steps import sgd
-from tests.test_description import METHODS, arguments, deep_loss
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 import autopar
 from autopar.__main__ import COMMANDS, main
+from tests.reports.test_description import arguments, deep_loss
 from tests.small_steps import sgd
-from tests.test_description import arguments, deep_loss
 
 MODEL = """
 import jax, jax.numpy as jnp, autopar
@@ -153,7 +153,7 @@ def test_a_forged_plan_is_refused(tmp_path, monkeypatch, capsys, two_stages, pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps(forged))
     (tmp_path / "deep_model.py").write_text(
-        "from tests.small_steps import sgd\nfrom tests.test_description import arguments, deep_loss\n"
+        "from tests.small_steps import sgd\nfrom tests.reports.test_description import arguments, deep_loss\n"
         "def make_step():\n    return sgd(deep_loss), *arguments()\n"
     )
     assert main(["simulate", "deep_model:make_step", "--plan", "plan.json"]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.__main__ import main
-from autopar.supervisor import CLUSTER_LOST
+from autopar.commands.supervisor import CLUSTER_LOST
 
 SCRIPT = """\
 import os, pathlib, sys
@@ -32,7 +32,7 @@ def script(tmp_path):
 
 def run(*words):
     command = [sys.executable, "-m", "autopar", "run", "--pause-s", "0", *map(str, words)]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 

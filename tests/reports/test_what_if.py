@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.changes import SHORT_LIMIT_S, Asked, in_short
 from autopar.errors import InvalidArgument, MemoryTooSmall
-from autopar.fixes import find_fixes, method_words
 from autopar.plain_text import size_words
-from autopar.plan_difference import plan_difference
+from autopar.reports.changes import SHORT_LIMIT_S, Asked, in_short
+from autopar.reports.fixes import find_fixes, method_words
+from autopar.reports.plan_difference import plan_difference
+from tests.reports.test_description import arguments, deep_loss
 from tests.small_steps import draw, mlp_loss, sgd
-from tests.test_description import arguments, deep_loss
 
 STAGES = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
 
@@ -179,8 +179,8 @@ def small(method, cluster, rows=64, **options):
 @pytest.fixture
 def patient(monkeypatch):
     """Errors that look for changes however busy the machine is."""
-    monkeypatch.setattr("autopar.fixes.QUICK_S", math.inf)
-    monkeypatch.setattr("autopar.fixes.MOST_S", math.inf)
+    monkeypatch.setattr("autopar.reports.fixes.QUICK_S", math.inf)
+    monkeypatch.setattr("autopar.reports.fixes.MOST_S", math.inf)
 
 
 @pytest.mark.usefixtures("patient")
@@ -230,7 +230,7 @@ def test_changes_are_looked_for_when_the_message_is_read():
 
 
 def test_of_what_takes_long_to_plan_an_error_plans_nothing_more(monkeypatch):
-    monkeypatch.setattr("autopar.fixes.QUICK_S", 0.0)
+    monkeypatch.setattr("autopar.reports.fixes.QUICK_S", 0.0)
     monkeypatch.setattr("autopar.aot.find_fixes", lambda *_, **__: pytest.fail("planned"))
     method, memory_bytes = SHORT["a search within a budget"]
     with pytest.raises(MemoryTooSmall) as caught:

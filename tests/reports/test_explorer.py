@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler import passes
 from autopar.compiler.analysis.planned_values import planned_values
-from autopar.explorer import plan_page, shown_events, shown_memory
 from autopar.ir.program import Task
-from autopar.plan_difference import plan_difference
+from autopar.reports.explorer import plan_page, shown_events, shown_memory
+from autopar.reports.plan_difference import plan_difference
 from autopar.runtime.timeline import Event, Timeline
+from tests.reports.test_description import METHODS, arguments, deep_loss, planned
 from tests.small_steps import draw, sgd
-from tests.test_description import METHODS, arguments, deep_loss, planned
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import json
 import jax
 import pytest
 
-from autopar import doctor
 from autopar.__main__ import main
+from autopar.commands import doctor
 
 
 def test_this_machine_is_good(capsys):

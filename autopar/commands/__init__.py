@@ -1,0 +1,1 @@
+"""Commands: what each of `python -m autopar` reads, and what it does."""
