@@ -22,7 +22,7 @@ import jax
 
 from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.compressed_gradients import check_compressed
-from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
+from autopar.compiler.frontend.find_batch import FoundBatch, find_batch, unlearned_state
 from autopar.compiler.frontend.host_transfers import results_on_devices, transfers_by_memory
 from autopar.compiler.frontend.implementations import normalize_step
 from autopar.compiler.frontend.leaf_names import leaf_name
@@ -269,6 +269,7 @@ def trace_step(
             state=set(state.values()),
             unbatched=unbatched_inputs,
             given_axes=given,
+            unlearned=unlearned_state(closed, state),
         )
         if not batch.inputs and not batch.ambiguous:
             batch = _batch_of_one(flat_step, leaves, {*state.values(), *unbatched_inputs}) or batch
