@@ -125,7 +125,8 @@ def unlearned_state(closed: jc.ClosedJaxpr, state: Mapping[int, int]) -> set[int
     for eqn in jaxpr.eqns:
         if not learned.isdisjoint(jc.operands(eqn)) or _takes_gradient(eqn):
             learned.update(eqn.outvars)
-    return {i for output, i in state.items() if jaxpr.outvars[output] not in learned}
+    results = {output: jaxpr.outvars[output] for output in state}
+    return {state[output] for output, v in results.items() if isinstance(v, jc.Var) and v not in learned}
 
 
 def _takes_gradient(eqn: jc.JaxprEqn) -> bool:

@@ -314,7 +314,8 @@ def statistics_in_the_state(state):
     x = jnp.ones((5, WIDTH))
     params, value = updated(state["params"], lambda p: jnp.mean((predict(p, x) - state["mean"]) ** 2))
     mean = 0.9 * state["mean"] + 0.1 * predict(state["params"], x).mean(0)
-    return {"params": params, "mean": mean, "losses": jnp.roll(state["losses"], 1).at[0].set(value)}, value
+    losses = jnp.roll(state["losses"], 1).at[0].set(value)
+    return {"params": params, "mean": mean, "losses": losses, "started": jnp.float32(1)}, value
 
 
 def state_of_worlds():
@@ -346,7 +347,7 @@ def test_a_batch_within_the_state_is_divided_with_equal_results(step, method):
 
 
 def test_state_is_no_batch_where_its_dimensions_are_those_of_parameters_or_meet_no_gradient():
-    state = {"params": PARAMS, "mean": zeros(CLASSES), "losses": zeros(12)}
+    state = {"params": PARAMS, "mean": zeros(CLASSES), "losses": zeros(12), "started": zeros()}
     assert batch_of(autopar.parallelize(statistics_in_the_state).trace(state).trace) == []
 
 
