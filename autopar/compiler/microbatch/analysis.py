@@ -57,6 +57,7 @@ from autopar.compiler.microbatch.states import (
     Unfinished,
     Whole,
     completed,
+    describe_beside,
     joined,
     needed_whole,
     provenances,
@@ -128,7 +129,8 @@ def _block(
 def _check_same_structure(jaxpr: jc.Jaxpr, other: jc.Jaxpr) -> None:
     for eqn, twin in zip(jaxpr.eqns, other.eqns):
         if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
-            difference = f"with the given batch there is {jc.describe(eqn)}, with another batch {jc.describe(twin)}"
+            other_is = describe_beside(eqn, [twin])
+            difference = f"with the given batch there is {jc.describe(eqn)}, with another batch {other_is}"
             raise _structure_differs(difference)
     if len(jaxpr.eqns) != len(other.eqns):
         difference = f"{len(jaxpr.eqns)} equations with the given batch, {len(other.eqns)} with another batch"

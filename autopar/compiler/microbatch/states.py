@@ -209,6 +209,16 @@ def refuse(
     )
 
 
+def describe_beside(eqn: jc.JaxprEqn, others: Iterable[jc.JaxprEqn]) -> str:
+    """Return the description of equations, without the place of those that stand where `eqn` does, named before."""
+    _, _, named = jc.describe(eqn).partition(" at ")
+    at: dict[str, list[str]] = {}
+    for other in others:
+        made, _, place = jc.describe(other).partition(" at ")
+        at.setdefault(place, []).append(made)
+    return "; ".join(" and ".join(made) + ("" if place == named else f" at {place}") for place, made in at.items())
+
+
 # The result of the analysis: what one microbatch does for each equation
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
