@@ -210,13 +210,18 @@ def refuse(
 
 
 def describe_beside(eqn: jc.JaxprEqn, others: Iterable[jc.JaxprEqn]) -> str:
-    """Return the description of equations, without the place of those that stand where `eqn` does, named before."""
-    _, _, named = jc.describe(eqn).partition(" at ")
-    at: dict[str, list[str]] = {}
-    for other in others:
-        made, _, place = jc.describe(other).partition(" at ")
-        at.setdefault(place, []).append(made)
-    return "; ".join(" and ".join(made) + ("" if place == named else f" at {place}") for place, made in at.items())
+    """Return the descriptions of equations, without the user's line where it is that of `eqn`, which is named before.
+
+    Equations that a package made on one line of the user's stand on different lines of the package.
+    """
+    _, _, place = jc.describe(eqn).partition(" at ")
+    line, _, _ = place.partition(", by ")
+
+    def beside(other: jc.JaxprEqn) -> str:
+        described = jc.describe(other).removesuffix(f" at {place}").removesuffix(f" at {line}")
+        return described.replace(f" at {line}, by ", ", by ")
+
+    return "; ".join(dict.fromkeys(map(beside, others)))
 
 
 # The result of the analysis: what one microbatch does for each equation
