@@ -255,6 +255,26 @@ def test_the_batch_is_found(step, args, names):
     assert batch_of(autopar.parallelize(step).trace(*args).trace) == names
 
 
+def pairs(params, images, texts):
+    """Every image against every text (SigLIP), summed over the texts first."""
+
+    def pairwise(p):
+        scores = jnp.tanh(images @ p["a"]) @ jnp.tanh(texts @ p["a"]).T
+        return -jnp.mean(jnp.sum(jax.nn.log_sigmoid((2 * jnp.eye(len(scores)) - 1) * scores), -1))
+
+    return updated(params, pairwise)
+
+
+def of_positions(params, x, positions):
+    return updated(params, lambda p: jnp.mean(predict(p, x * positions[0]) ** 2))
+
+
+def test_inputs_of_as_many_rows_are_in_the_batch_only_where_no_other_batch_can_be_without_them():
+    assert batch_of(autopar.parallelize(pairs).trace(PARAMS, X, X).trace) == ["images", "texts"]
+    assert batch_of(autopar.parallelize(pairs, unbatched="texts").trace(PARAMS, X, X).trace) == ["images"]
+    assert batch_of(autopar.parallelize(of_positions).trace(PARAMS, X, zeros(ROWS)).trace) == ["x"]
+
+
 def batch_of(trace):
     return [trace.inputs[i].name for i in trace.batch_inputs]
 
