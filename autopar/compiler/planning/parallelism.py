@@ -39,7 +39,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
 
 _UPDATE = "update"
@@ -52,8 +52,7 @@ def parallelism_constraints(
 ) -> Constraints:
     """Return the constraints of a method on one program on one mesh.
 
-    Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
-    devices cannot share.
+    Raises `Unsupported` for a step whose batch dimensions cannot be found.
     """
     batch_dims = _batch_dims(trace, closed, method)
     experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
@@ -62,16 +61,12 @@ def parallelism_constraints(
     for i, leaf in enumerate(trace.inputs):
         if not below_split_size(leaf.aval):
             layouts = even_layouts(tuple(leaf.aval.shape), mesh)
+            axis = trace.batch_axes.get(i)
             inputs[i] = tuple(
-                layout
-                for layout in layouts
-                if _input_allowed(layout, method, mesh, trace.batch_axes.get(i), i in used, i in experts)
+                layout for layout in layouts if _input_allowed(layout, method, mesh, axis, i in used, i in experts)
             )
-            if not inputs[i]:
-                raise InvalidArgument(
-                    f"{type(method).__name__} splits the batch over all {mesh.num_devices} devices, and {leaf.name} "
-                    f"has {trace.num_rows} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
-                )
+            if not inputs[i] and axis is not None:  # rows that the devices do not divide, or not among all of them
+                inputs[i] = tuple(each for each in layouts if not any((*each.dims[:axis], *each.dims[axis + 1 :])))
 
     every_axis = frozenset(range(len(mesh.shape)))
     data = every_axis if isinstance(method, Zero) else frozenset[int]()

@@ -308,6 +308,16 @@ def test_microbatches_of_a_step_that_takes_no_other_batch_are_refused():
         wrapped.trace(jnp.eye(16), jnp.ones((8, 16))).plan()
 
 
+@pytest.mark.parametrize("method", [autopar.Zero(stage=3), autopar.Zero(stage=1), autopar.ExpertParallel()], ids=str)
+@pytest.mark.parametrize("rows", [7, 12])
+def test_rows_that_the_devices_do_not_divide_are_whole_with_a_note(method, rows):
+    args = jnp.eye(128) / 8, jnp.linspace(-1.0, 1.0, rows * 128).reshape(rows, 128)
+    wrapped = autopar.parallelize(step_of_means, method=method, batch_argnums=1)
+    with pytest.warns(autopar.ReplicatedWarning, match=f"batch .*{rows} rows do not divide among 8 devices"):
+        got = wrapped(*args)
+    assert_same(got, jax.jit(step_of_means)(*args))
+
+
 @pytest.mark.parametrize(("rows", "count"), [(6, 2), (9, 3)])
 def test_microbatches_are_compared_with_whatever_others_the_batch_has(rows, count):
     args = jnp.eye(12), jnp.linspace(-1.0, 1.0, rows * 12).reshape(rows, 12)
