@@ -260,11 +260,6 @@ def test_a_stage_of_zero_that_there_is_not_is_refused():
         autopar.Zero(stage=4)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused():
-    with pytest.raises(InvalidArgument, match=r"over all 8 devices, and .* has 20 rows"):
-        planned(autopar.Zero(mesh_shape=(8,)), rows=20)
-
-
 def step_with_zeros_as_wide_as_long(params, batch):
     def loss(p):
         return jnp.sum(jnp.sin((jnp.zeros((batch.shape[0], 8)) + batch) @ (jnp.zeros((8, 8)) + p)))
