@@ -274,3 +274,23 @@ def keras_mobilenet() -> Wild:
     keras.utils.set_random_seed(SEED)
     model = keras.applications.MobileNet(input_shape=(32, 32, 3), weights=None, classes=10, dropout=0.0, alpha=0.25)
     return _keras_step(model, normal(BATCH, 32, 32, 3) * 64 + 128, ints(10, BATCH))
+
+
+# aqtp -----------------------------------------------------------------------------------------------------------------
+
+
+@case("aqtp")
+def aqt_eight_bits() -> Wild:
+    """Two layers whose products AQT computes in 8 bits, with scales that it takes of each row."""
+    from aqt.jax.v2 import config
+
+    product = config.config_v4(fwd_bits=8, dlhs_bits=None, drhs_bits=None)
+    times = lambda x, w: product(x, w, (((1,), (0,)), ((), ())))  # noqa: E731
+    _, params = two_layers()
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        loss_fn = lambda p: jnp.mean((times(jnp.tanh(times(x, p["in"])), p["out"]) - y) ** 2)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return wild(step, lambda: (params, normal(BATCH, 8), normal(BATCH, 4)))

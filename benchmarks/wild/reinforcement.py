@@ -1,4 +1,4 @@
-"""Steps of reinforcement learning, games and evolution."""
+"""Steps of reinforcement learning, replay, games and evolution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.wild.case import BATCH, SEED, Wild, case, normal, two_layers, wild
+from benchmarks.wild.case import BATCH, SEED, Wild, case, ints, normal, two_layers, wild
 
 # brax -----------------------------------------------------------------------------------------------------------------
 
@@ -143,3 +143,92 @@ def gymnax_policy_gradient() -> Wild:
         return {"in": normal(4, 16) / 3, "out": normal(16, 2) / 4}, worlds, seen, jax.random.key(1)
 
     return wild(step, arguments, batch_argnums=(1, 2))
+
+
+@case("gymnax")
+def gymnax_runner_state() -> Wild:
+    """All in one argument, as in PureJaxRL: parameters, optimizer and the worlds of `gymnax`'s Pendulum."""
+    import gymnax
+
+    environment, settings = gymnax.make("Pendulum-v1")
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3))
+
+    def outputs(params: Any, seen: jax.Array) -> Any:
+        hidden = jnp.tanh(seen @ params["in"])
+        return hidden @ params["mean"], (hidden @ params["value"])[:, 0]
+
+    def step(runner: Any) -> Any:
+        params, moments, worlds, seen, key = runner
+
+        def act(carry: Any, key: jax.Array) -> Any:
+            worlds, seen = carry
+            first, second = jax.random.split(key)
+            action = outputs(params, seen)[0] + 0.1 * jax.random.normal(first, (BATCH, 1))
+            move = jax.vmap(environment.step, (0, 0, 0, None))
+            after, worlds, reward, *_ = move(jax.random.split(second, BATCH), worlds, action, settings)
+            return (worlds, after), (seen, action, reward)
+
+        key, now, mixing = jax.random.split(key, 3)
+        (worlds, seen), taken = jax.lax.scan(act, (worlds, seen), jax.random.split(now, 4))
+        order = jax.random.permutation(mixing, 4 * BATCH)
+        rows = jax.tree.map(lambda x: x.reshape(4 * BATCH, *x.shape[2:])[order].reshape(2, -1, *x.shape[2:]), taken)
+
+        def update(carry: Any, rows: Any) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                was, action, reward = rows
+                mean, value = outputs(params, was)
+                ahead = jax.lax.stop_gradient(reward - value)
+                return jnp.mean(jnp.sum((action - mean) ** 2, -1) * ahead + (value - reward) ** 2)
+
+            loss, grads = jax.value_and_grad(loss_fn)(carry[0])
+            updates, moments = optimizer.update(grads, carry[1])
+            return (optax.apply_updates(carry[0], updates), moments), loss
+
+        (params, moments), losses = jax.lax.scan(update, (params, moments), rows)
+        return (params, moments, worlds, seen, key), losses.mean()
+
+    def arguments() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(SEED), BATCH)
+        seen, worlds = jax.vmap(environment.reset, (0, None))(keys, settings)
+        params = {"in": normal(3, 16) / 2, "mean": normal(16, 1) / 4, "value": normal(16, 1, seed=1) / 4}
+        return ((params, optimizer.init(params), worlds, seen, jax.random.key(1)),)
+
+    return wild(step, arguments)
+
+
+# flashbax -------------------------------------------------------------------------------------------------------------
+
+
+@case("flashbax")
+def flashbax_replay() -> Wild:
+    """Q-learning on what is sampled from a replay buffer of `flashbax` in the state, to which each call adds."""
+    import flashbax
+
+    buffer = flashbax.make_item_buffer(max_length=64, min_length=4, sample_batch_size=BATCH, add_batches=True)
+    values = lambda params, seen: jnp.tanh(seen @ params["in"]) @ params["out"]  # noqa: E731
+
+    def step(state: Any, new: Any, key: jax.Array) -> Any:
+        key, now = jax.random.split(key)
+        replay = buffer.add(state["replay"], new)
+        drawn = buffer.sample(replay, now).experience
+        wanted = drawn["reward"] + 0.9 * values(state["target"], drawn["after"]).max(-1)
+
+        def loss_fn(params: Any) -> jax.Array:
+            chosen = jnp.take_along_axis(values(params, drawn["seen"]), drawn["action"][:, None], 1)[:, 0]
+            return optax.huber_loss(chosen, wanted).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        target = optax.incremental_update(params, state["target"], 0.1)
+        return {"params": params, "target": target, "replay": replay}, key, loss
+
+    def arguments() -> tuple[Any, ...]:
+        params = {"in": normal(6, 16) / 3, "out": normal(16, 3) / 4}
+        new = {
+            "seen": normal(8, 6), "after": normal(8, 6, seed=1), "reward": normal(8), "action": ints(3, 8)
+        }  # fmt: skip
+        replay = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], new)), new)
+        target = jax.tree.map(lambda p: 0.9 * p, params)
+        return {"params": params, "target": target, "replay": replay}, new, jax.random.key(1)
+
+    return wild(step, arguments)

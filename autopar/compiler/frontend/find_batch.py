@@ -20,6 +20,9 @@ by their labels, unless what may be the state is left out.
 
 If examples come from two sources that never meet (real ones and noise), both are the batch where their sizes are equal;
 otherwise the batch is ambiguous.
+
+Where nothing outside of the state is a batch, the state may hold it: environments that a step of reinforcement learning
+takes along. The same is then asked of the state that no gradient changes, and that the gradient is taken of.
 """
 
 from __future__ import annotations
@@ -46,6 +49,10 @@ class FoundBatch:
     ambiguous: bool = False
     """True if several readings are possible; `missing` names them."""
 
+    def by_input(self) -> dict[int, int]:
+        """Return the axis along which the examples are, by the number of the input."""
+        return dict(zip(self.inputs, self.axes, strict=True))
+
 
 def find_batch(
     closed: jc.ClosedJaxpr,
@@ -55,18 +62,37 @@ def find_batch(
     state: Collection[int],
     unbatched: Collection[int] = (),
     given_axes: Mapping[int, int] | None = None,
+    unlearned: Collection[int] = (),
 ) -> FoundBatch:
     """Return the batch of a normalised step.
 
     `names` and `arguments` are those of its inputs, `state` the inputs that its results replace, and `unbatched` those
-    that the user says are no batch. `given_axes` are axes along which the user says that inputs carry it.
+    that the user says are no batch. `given_axes` are axes along which the user says that inputs carry it, and
+    `unlearned` the state that may hold the batch if nothing else does.
     """
     dims = find_dimensions(closed)
-    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
     if given_axes:
         named = {dims.inputs[i][axis] for i, axis in given_axes.items()}
         others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
         return _found({**others, **given_axes})
+    found = _among(closed, dims, names, arguments, state, unbatched)
+    if found.inputs or found.ambiguous or not unlearned:
+        return found
+    in_state = _among(closed, dims, names, arguments, set(state).difference(unlearned), unbatched)
+    met = all(not dims.differentiated.isdisjoint(dims.inputs[i][axis]) for i, axis in in_state.by_input().items())
+    return in_state if in_state.inputs and met else found
+
+
+def _among(
+    closed: jc.ClosedJaxpr,
+    dims: StepDimensions,
+    names: Sequence[str],
+    arguments: Sequence[int | None],
+    state: Collection[int],
+    unbatched: Collection[int],
+) -> FoundBatch:
+    """Return the batch among the inputs that are no state."""
+    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
     carriers = _possible(dims, state, unbatched)
     winners = _not_outlasted(dims, carriers)
     if not winners:  # one array may be the state that examples are counted in, which outlasts them as they do it
@@ -90,6 +116,22 @@ def find_batch(
     unread = {i: 0 for i in _unread(closed) & others if shapes[i][:1] == (rows,) and arguments[i] in of_batch}
     inside = {i: axis for i, axis in _carrying(dims, set(winners)).items() if i in others}
     return _found({**inside, **unread, **leading})
+
+
+def unlearned_state(closed: jc.ClosedJaxpr, state: Mapping[int, int]) -> set[int]:
+    """Return the inputs whose results depend on no gradient; `state` has the input that an output replaces."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    learned: set[jc.Var] = set()
+    for eqn in jaxpr.eqns:
+        if not learned.isdisjoint(jc.operands(eqn)) or _takes_gradient(eqn):
+            learned.update(eqn.outvars)
+    results = {output: jaxpr.outvars[output] for output in state}
+    return {state[output] for output, v in results.items() if isinstance(v, jc.Var) and v not in learned}
+
+
+def _takes_gradient(eqn: jc.JaxprEqn) -> bool:
+    inside = (e for body in jc.subjaxprs(eqn) for e in jc.all_equations(body))
+    return any(jc.ad_phase(e) == "backward" for e in (eqn, *inside))
 
 
 def _found(axes: Mapping[int, int]) -> FoundBatch:

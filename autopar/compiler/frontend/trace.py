@@ -22,7 +22,7 @@ import jax
 
 from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.compressed_gradients import check_compressed
-from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
+from autopar.compiler.frontend.find_batch import FoundBatch, find_batch, unlearned_state
 from autopar.compiler.frontend.host_transfers import results_on_devices, transfers_by_memory
 from autopar.compiler.frontend.implementations import normalize_step
 from autopar.compiler.frontend.leaf_names import leaf_name
@@ -269,6 +269,7 @@ def trace_step(
             state=set(state.values()),
             unbatched=unbatched_inputs,
             given_axes=given,
+            unlearned=unlearned_state(closed, state),
         )
         if not batch.inputs and not batch.ambiguous:
             batch = _batch_of_one(flat_step, leaves, {*state.values(), *unbatched_inputs}) or batch
@@ -288,7 +289,23 @@ def trace_step(
         kept_inputs=kept,
         host_results=host_results,
     )
+    if batch_inputs is None:
+        trace = _with_companions(trace, unbatched_inputs)
     return _with_scopes(trace) if has_scopes(closed) else trace
+
+
+def _with_companions(trace: Trace, unbatched: Collection[int]) -> Trace:
+    """Return the step with those inputs of as many rows in its batch without which no other batch can be traced.
+
+    The rows of a matrix of all pairs may be summed up first; that they are examples as well shows as their number
+    changes.
+    """
+    companions = [i for i in _inputs_of_as_many_rows(trace) if i not in unbatched] if trace.batch_inputs else []
+    if not companions or trace.at_other_batch is not None:
+        return trace
+    axes = sorted({**trace.batch_axes, **dict.fromkeys(companions, 0)}.items())
+    wider = replace(trace, batch=FoundBatch(inputs=tuple(i for i, _ in axes), axes=tuple(axis for _, axis in axes)))
+    return trace if wider.at_other_batch is None else wider
 
 
 def _with_scopes(trace: Trace) -> Trace:
@@ -409,22 +426,21 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
         said = f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"
-        return None, said + _inputs_of_as_many_rows(trace)
+        names = ", ".join(trace.inputs[i].name for i in _inputs_of_as_many_rows(trace))
+        if names:
+            said += (
+                f". {names} kept {trace.num_rows} rows there: if these are the batch as well, name all arguments that "
+                "carry it in batch_argnums"
+            )
+        return None, said
     places = range(len(trace.outputs) + len(trace.kept_inputs))
     return jc.with_outputs(twin, [place for place in places if place not in trace.kept_inputs]), ""
 
 
-def _inputs_of_as_many_rows(trace: Trace) -> str:
-    """Return a sentence on the inputs that may carry the batch too, with the end of the one before; else nothing."""
-    known = {*trace.batch_inputs, *trace.state_outputs.values()}
-    rows = (trace.num_rows,)
-    names = [leaf.name for i, leaf in enumerate(trace.inputs) if i not in known and leaf.aval.shape[:1] == rows]
-    if not names:
-        return ""
-    return (
-        f". {', '.join(names)} kept {rows[0]} rows there: if these are the batch as well, name all arguments that "
-        "carry it in batch_argnums"
-    )
+def _inputs_of_as_many_rows(trace: Trace) -> list[int]:
+    """Return the inputs that may carry the batch too, by the number of their rows."""
+    known, rows = {*trace.batch_inputs, *trace.state_outputs.values()}, (trace.num_rows,)
+    return [i for i, leaf in enumerate(trace.inputs) if i not in known and leaf.aval.shape[:1] == rows]
 
 
 def _whole_subtrees(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache, partial
@@ -186,18 +187,25 @@ def implementation_of(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
 
     None for primitives of JAX and of ours, which bind themselves, and where a platform has a lowering of its own.
     """
-    primitive = eqn.primitive
+    primitive, sparse = eqn.primitive, _sparse_implementation(eqn.primitive)
     function = primitive.impl.func if isinstance(primitive.impl, partial) else primitive.impl
     package = str(getattr(function, "__module__", None)).partition(".")[0]
     lowerings = mlir_private._platform_specific_lowerings.values()  # pyright: ignore[reportPrivateUsage]
-    if package in ("autopar", "jax", "jaxlib", "None") or any(primitive in own for own in lowerings):
+    bound = package in ("autopar", "jax", "jaxlib", "None") or any(primitive in own for own in lowerings)
+    if bound and sparse is None:
         return None
 
     def evaluate(*operands: Any) -> list[Any]:
-        results = primitive.impl(*operands, **eqn.params)
+        results = (sparse or primitive.impl)(*operands, **eqn.params)
         return list(results) if primitive.multiple_results else [results]
 
     return evaluate
+
+
+def _sparse_implementation(primitive: Primitive) -> Callable[..., Any] | None:
+    """The code that a primitive of JAX's sparse arrays is lowered to, unless kernels of cuSPARSE are asked for."""
+    module = sys.modules.get(f"jax.experimental.sparse.{primitive.name[:4]}")  # bcoo_dot_general, bcsr_extract
+    return None if config.bcoo_cusparse_lowering.value else getattr(module, f"_{primitive.name}_impl", None)
 
 
 _STAGED_AS_OTHERS = frozenset({"broadcast_in_dim", "dynamic_slice", "iota", "reshape"})

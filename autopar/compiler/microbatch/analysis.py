@@ -10,7 +10,7 @@ axis whose size differs is the batch axis. Every value gets a `State`, every equ
 The bodies of an equation are entered with the states of its operands:
 
     scan, while    the carry's state is the fixed point of `initial or result`; what decides the number of
-                   rounds must be the same for every example
+                   rounds must be the same for every example, but for the loops of `row_loops`
     cond           all branches are entered, and their results joined
     remat2, jit    one body, entered as if its equations stood outside
 
@@ -34,6 +34,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs import primitives
 from autopar.compiler.microbatch.equations import Scope, flat_step, make_step, sliced_state, with_rows
+from autopar.compiler.microbatch.row_loops import row_loop_step
 from autopar.compiler.microbatch.states import (
     CALLS,
     COMPLETE,
@@ -56,6 +57,7 @@ from autopar.compiler.microbatch.states import (
     Unfinished,
     Whole,
     completed,
+    describe_beside,
     joined,
     needed_whole,
     provenances,
@@ -127,7 +129,8 @@ def _block(
 def _check_same_structure(jaxpr: jc.Jaxpr, other: jc.Jaxpr) -> None:
     for eqn, twin in zip(jaxpr.eqns, other.eqns):
         if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
-            difference = f"with the given batch there is {jc.describe(eqn)}, with another batch {jc.describe(twin)}"
+            other_is = describe_beside(eqn, [twin])
+            difference = f"with the given batch there is {jc.describe(eqn)}, with another batch {other_is}"
             raise _structure_differs(difference)
     if len(jaxpr.eqns) != len(other.eqns):
         difference = f"{len(jaxpr.eqns)} equations with the given batch, {len(other.eqns)} with another batch"
@@ -204,7 +207,8 @@ def _step(
     try:
         if any(isinstance(s, Whole) for s in states):
             refuse(eqn, "mixes the batch's examples")
-        step = (
+        step = row_loop_step(analysis, place, eqn, at_other_batch, states, top=scope.top) if nested else None
+        step = step or (
             _nested(analysis, scope, place, eqn, at_other_batch, states)
             if nested
             else flat_step(analysis, scope, place, eqn, at_other_batch, states)

@@ -48,6 +48,7 @@ from autopar.compiler.microbatch.states import (
     Verdict,
     Whole,
     completed,
+    describe_beside,
     provenances,
     refuse,
 )
@@ -252,7 +253,7 @@ def _unfinished(analysis: AnalysisState, scope: Scope, eqn: jc.JaxprEqn, state: 
     if own and not analysis.exact:
         analysis.crossing.update(r.place for r in behind)
         return Local(provenance=state.provenance)
-    names = "; ".join(jc.describe(r.eqn) for r in behind) or "a sum"
+    names = describe_beside(eqn, (r.eqn for r in behind)) or "a sum"
     each = 'take it of each microbatch (batch_statistics="per_microbatch", an approximation), ' if own else ""
     raise Unfinished(
         f"{jc.describe(eqn)} needs {names} over the batch, which is complete only after the loop, condition or "

@@ -209,6 +209,21 @@ def refuse(
     )
 
 
+def describe_beside(eqn: jc.JaxprEqn, others: Iterable[jc.JaxprEqn]) -> str:
+    """Return the descriptions of equations, without the user's line where it is that of `eqn`, which is named before.
+
+    Equations that a package made on one line of the user's stand on different lines of the package.
+    """
+    _, _, place = jc.describe(eqn).partition(" at ")
+    line, _, _ = place.partition(", by ")
+
+    def beside(other: jc.JaxprEqn) -> str:
+        described = jc.describe(other).removesuffix(f" at {place}").removesuffix(f" at {line}")
+        return described.replace(f" at {line}, by ", ", by ")
+
+    return "; ".join(dict.fromkeys(map(beside, others)))
+
+
 # The result of the analysis: what one microbatch does for each equation
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"

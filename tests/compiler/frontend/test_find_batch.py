@@ -255,6 +255,26 @@ def test_the_batch_is_found(step, args, names):
     assert batch_of(autopar.parallelize(step).trace(*args).trace) == names
 
 
+def pairs(params, images, texts):
+    """Every image against every text (SigLIP), summed over the texts first."""
+
+    def pairwise(p):
+        scores = jnp.tanh(images @ p["a"]) @ jnp.tanh(texts @ p["a"]).T
+        return -jnp.mean(jnp.sum(jax.nn.log_sigmoid((2 * jnp.eye(len(scores)) - 1) * scores), -1))
+
+    return updated(params, pairwise)
+
+
+def of_positions(params, x, positions):
+    return updated(params, lambda p: jnp.mean(predict(p, x * positions[0]) ** 2))
+
+
+def test_inputs_of_as_many_rows_are_in_the_batch_only_where_no_other_batch_can_be_without_them():
+    assert batch_of(autopar.parallelize(pairs).trace(PARAMS, X, X).trace) == ["images", "texts"]
+    assert batch_of(autopar.parallelize(pairs, unbatched="texts").trace(PARAMS, X, X).trace) == ["images"]
+    assert batch_of(autopar.parallelize(of_positions).trace(PARAMS, X, zeros(ROWS)).trace) == ["x"]
+
+
 def batch_of(trace):
     return [trace.inputs[i].name for i in trace.batch_inputs]
 
@@ -290,6 +310,65 @@ def test_a_step_without_a_batch_is_not_run_in_silence():
 def test_microbatches_of_a_step_without_a_batch_are_refused():
     with pytest.raises(InvalidArgument, match=r"2 microbatches were asked for, but no input outside of the state .*"):
         autopar.parallelize(graph_step, method=autopar.DataParallel(), num_microbatches=2).trace(*GRAPH).plan().lower()
+
+
+def moved(params, worlds):
+    return worlds + jnp.tanh(predict(params, worlds)).sum(-1, keepdims=True)
+
+
+def worlds_in_the_state(state):
+    """Worlds that the model moves, whose number the step knows: no other batch can be traced."""
+    worlds = moved(state["params"], state["worlds"]) * jnp.ones((ROWS, 1))
+    params, value = updated(state["params"], lambda p: jnp.mean(predict(p, worlds) ** 2))
+    return {"params": params, "worlds": worlds, "losses": jnp.roll(state["losses"], 1).at[0].set(value)}, value
+
+
+def of_any_number(state):
+    worlds = moved(state["params"], state["worlds"])
+    params, value = updated(state["params"], lambda p: jnp.mean(predict(p, worlds) ** 2))
+    return {**state, "params": params, "worlds": worlds}, value
+
+
+def statistics_in_the_state(state):
+    """The graph is a constant: what is left of the state has dimensions of the parameters, or no gradient."""
+    x = jnp.ones((5, WIDTH))
+    params, value = updated(state["params"], lambda p: jnp.mean((predict(p, x) - state["mean"]) ** 2))
+    mean = 0.9 * state["mean"] + 0.1 * predict(state["params"], x).mean(0)
+    losses = jnp.roll(state["losses"], 1).at[0].set(value)
+    return {"params": params, "mean": mean, "losses": losses, "started": jnp.float32(1)}, value
+
+
+def state_of_worlds():
+    params = {name: np.full(value.shape, 0.1, np.float32) for name, value in PARAMS.items()}
+    worlds = np.linspace(-1.0, 1.0, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+    return {"params": params, "worlds": worlds, "losses": np.zeros(12, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [
+        (worlds_in_the_state, autopar.DataParallel()),
+        (worlds_in_the_state, autopar.Zero(stage=3)),
+        (worlds_in_the_state, autopar.Auto()),
+        (of_any_number, autopar.DataParallel(num_microbatches=2)),
+        (of_any_number, autopar.PipelineParallel(num_stages=2, num_microbatches=2)),
+    ],
+)
+def test_a_batch_within_the_state_is_divided_with_equal_results(step, method):
+    wrapped = autopar.parallelize(step, method=method, devices=jax.devices()[:2])
+    assert batch_of(wrapped.trace(state_of_worlds()).trace) == ["state.worlds"]
+    got, want = state_of_worlds(), state_of_worlds()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicatedWarning)
+        for _ in range(2):
+            (got, value), (want, expected) = wrapped(got), jax.jit(step)(want)
+    for one, other in zip(jax.tree.leaves((got, value)), jax.tree.leaves((want, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_state_is_no_batch_where_its_dimensions_are_those_of_parameters_or_meet_no_gradient():
+    state = {"params": PARAMS, "mean": zeros(CLASSES), "losses": zeros(12), "started": zeros()}
+    assert batch_of(autopar.parallelize(statistics_in_the_state).trace(state).trace) == []
 
 
 def two_sizes(params, labeled, y, others):

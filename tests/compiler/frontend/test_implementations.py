@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from jax.interpreters import mlir
 
 import autopar
@@ -100,3 +101,34 @@ def test_a_step_with_a_primitive_that_looks_at_types_equals_the_plain_step(metho
     want = jax.jit(step)(weights, X)
     got = autopar.parallelize(step, method=method)(weights, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), want, got)
+
+
+def sparse_step(weights: dict[str, jax.Array], features: sparse.BCOO, target: jax.Array) -> Any:
+    """A layer on rows of sparse features, and one whose weights are sparse."""
+
+    def loss(w: dict[str, jax.Array]) -> jax.Array:
+        kept = sparse.BCOO((w["kept"], KEPT.indices), shape=KEPT.shape)
+        hidden = jax.vmap(lambda row: row @ w["dense"])(features)
+        return jnp.mean((jnp.tanh(hidden) @ kept - target) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+FEATURES = sparse.BCOO.fromdense(np.where(np.arange(16 * 6).reshape(16, 6) % 3, 0.0, 1.0).astype(np.float32), n_batch=1)
+KEPT = sparse.BCOO.fromdense(np.where(np.arange(32).reshape(8, 4) % 2, 0.0, 0.5).astype(np.float32))
+
+
+@pytest.mark.filterwarnings("error::autopar.ReplicatedWarning")
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(), autopar.Zero(), autopar.DataParallel(num_microbatches=2)], ids=str
+)
+def test_sparse_arrays_are_divided_by_the_examples_of_their_batch(method: autopar.DataParallel | autopar.Zero) -> None:
+    args = {"dense": jnp.linspace(-1.0, 1.0, 48).reshape(6, 8), "kept": KEPT.data}, FEATURES, jnp.ones((16, 4))
+    step = autopar.parallelize(sparse_step, method=method, devices=jax.devices()[:2])
+    trace = step.trace(*args).trace
+    assert not [name for name in primitives_of(trace.jaxpr) if name.startswith("bcoo")]
+    assert {trace.inputs[i].argument for i in trace.batch_inputs} == {1, 2}
+    got, want = step(*args), jax.jit(sparse_step)(*args)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

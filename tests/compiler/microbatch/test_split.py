@@ -363,6 +363,18 @@ def test_batch_normalization_in_a_loop_is_refused_with_its_line():
     assert "only after the loop" in message and "num_microbatches=1" in message
 
 
+def test_a_line_is_named_once_for_equations_that_stand_on_it():
+    def repeated(p, batch):
+        body = lambda h, _: (h + jnp.var(h, axis=0), None)  # noqa: E731
+        return jnp.sum(jnp.square(jax.lax.scan(body, batch["x"] @ p["a"], None, length=3)[0]))
+
+    with pytest.raises(
+        NotSplittable, match=r"`sub` -> .* at .*test_split\.py.* needs `reduce_sum` -> \S+ over"
+    ) as error:
+        split(sgd(repeated), PARAMS, X)
+    assert str(error.value).count("test_split.py") == 1
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
     with pytest.raises(InvalidArgument, match=r"8 rows.*3 microbatches.*nearest is 2"):
         split(sgd(mean_loss), PARAMS, X, microbatches=3)

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.planning.one_mesh import search_on
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import InvalidArgument, NotSplittable, Unsupported
 from autopar.reports.plan_difference import plan_difference
+from tests.small_steps import assert_same
 from tests.zoo import ZOO
 
 WIDTH, HIDDEN, ROWS = 256, 1024, 64
@@ -259,11 +260,6 @@ def test_a_stage_of_zero_that_there_is_not_is_refused():
         autopar.Zero(stage=4)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused():
-    with pytest.raises(InvalidArgument, match=r"over all 8 devices, and .* has 20 rows"):
-        planned(autopar.Zero(mesh_shape=(8,)), rows=20)
-
-
 def step_with_zeros_as_wide_as_long(params, batch):
     def loss(p):
         return jnp.sum(jnp.sin((jnp.zeros((batch.shape[0], 8)) + batch) @ (jnp.zeros((8, 8)) + p)))
@@ -278,7 +274,7 @@ def test_as_many_examples_as_a_row_has_numbers_are_told_from_a_matrix():
 
 
 def step_of_one_batch_size(params, batch):
-    return params - jax.grad(lambda p: jnp.sum((batch.reshape(8, 16) @ p) ** 2))(params)
+    return params - jax.grad(lambda p: jnp.sum((batch.reshape(8, -1) @ p) ** 2))(params)
 
 
 def step_of_means(params, batch):
@@ -289,17 +285,32 @@ def step_with_a_case_for_8_rows(params, batch):
     return params - jax.grad(lambda p: jnp.sum((jnp.sin if len(batch) == 8 else jnp.cos)(batch @ p)))(params)
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (step_of_one_batch_size, "was not traced at another batch size.*Use Auto"),
-        (step_with_a_case_for_8_rows, r"different programs: one has `cos` .*, the other `sin` .*\. Use Auto"),
-    ],
-)
-def test_a_step_that_cannot_be_compared_with_itself_at_another_batch_is_refused(step, message):
-    wrapped = autopar.parallelize(step, method=autopar.Zero(mesh_shape=(8,)), batch_argnums=1)
-    with pytest.raises(Unsupported, match=message):
+@pytest.mark.parametrize("method", [autopar.Zero(stage=3), autopar.Zero(stage=1), autopar.TensorParallel()])
+@pytest.mark.parametrize("step", [step_of_one_batch_size, step_with_a_case_for_8_rows])
+def test_a_step_that_is_another_program_at_another_batch_is_divided_by_the_dimensions_of_its_inputs(step, method):
+    args = jnp.eye(128) / 8, jnp.linspace(-1.0, 1.0, 8 * 128).reshape(8, 128)
+    wrapped = autopar.parallelize(step, method=method, batch_argnums=1)
+    rows = wrapped.trace(*args).plan().plan.input_specs.get("batch", ())
+    assert any(rows[:1]) == isinstance(method, autopar.Zero)
+    assert_same(wrapped(*args), jax.jit(step)(*args))
+
+
+def test_microbatches_of_a_step_that_takes_no_other_batch_are_refused():
+    wrapped = autopar.parallelize(
+        step_of_one_batch_size, method=autopar.Zero(mesh_shape=(8,), num_microbatches=2), batch_argnums=1
+    )
+    with pytest.raises(NotSplittable, match="2 microbatches need a step that accepts other batch sizes"):
         wrapped.trace(jnp.eye(16), jnp.ones((8, 16))).plan()
+
+
+@pytest.mark.parametrize("method", [autopar.Zero(stage=3), autopar.Zero(stage=1), autopar.ExpertParallel()], ids=str)
+@pytest.mark.parametrize("rows", [7, 12])
+def test_rows_that_the_devices_do_not_divide_are_whole_with_a_note(method, rows):
+    args = jnp.eye(128) / 8, jnp.linspace(-1.0, 1.0, rows * 128).reshape(rows, 128)
+    wrapped = autopar.parallelize(step_of_means, method=method, batch_argnums=1)
+    with pytest.warns(autopar.ReplicatedWarning, match=f"batch .*{rows} rows do not divide among 8 devices"):
+        got = wrapped(*args)
+    assert_same(got, jax.jit(step_of_means)(*args))
 
 
 @pytest.mark.parametrize(("rows", "count"), [(6, 2), (9, 3)])

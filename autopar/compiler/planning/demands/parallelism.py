@@ -1,7 +1,8 @@
 """Restrict the layouts of a step to known forms of parallelism, so that its plan is provably of that form.
 
 Which dimensions carry the batch is known from the step with another number of examples, at half or twice the batch or
-in other microbatches: they are those of another size. In the model (forward and backward), every mesh axis then is
+in other microbatches: they are those of another size. Of a step that takes no other batch, or is another program then,
+they are those that meet the batch of its inputs. In the model (forward and backward), every mesh axis then is
 
     a data axis     it splits dimensions that carry the batch, and no others
     a model axis    it splits dimensions that do not carry the batch, and no others
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.frontend.batch_dimensions import BatchDims, batch_axes, equation_batch_dims
+from autopar.compiler.frontend.dimension_kinds import step_kinds
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.plan_tasks import GroupTask
@@ -37,7 +39,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
 
 _UPDATE = "update"
@@ -50,8 +52,7 @@ def parallelism_constraints(
 ) -> Constraints:
     """Return the constraints of a method on one program on one mesh.
 
-    Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
-    devices cannot share.
+    Raises `Unsupported` for a step whose batch dimensions cannot be found.
     """
     batch_dims = _batch_dims(trace, closed, method)
     experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
@@ -60,16 +61,12 @@ def parallelism_constraints(
     for i, leaf in enumerate(trace.inputs):
         if not below_split_size(leaf.aval):
             layouts = even_layouts(tuple(leaf.aval.shape), mesh)
+            axis = trace.batch_axes.get(i)
             inputs[i] = tuple(
-                layout
-                for layout in layouts
-                if _input_allowed(layout, method, mesh, trace.batch_axes.get(i), i in used, i in experts)
+                layout for layout in layouts if _input_allowed(layout, method, mesh, axis, i in used, i in experts)
             )
-            if not inputs[i]:
-                raise InvalidArgument(
-                    f"{type(method).__name__} splits the batch over all {mesh.num_devices} devices, and {leaf.name} "
-                    f"has {trace.num_rows} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
-                )
+            if not inputs[i] and axis is not None:  # rows that the devices do not divide, or not among all of them
+                inputs[i] = tuple(each for each in layouts if not any((*each.dims[:axis], *each.dims[axis + 1 :])))
 
     every_axis = frozenset(range(len(mesh.shape)))
     data = every_axis if isinstance(method, Zero) else frozenset[int]()
@@ -338,9 +335,11 @@ def _batch_dims(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel
 ) -> dict[int, BatchDims]:
     """Return the dimensions of operands and results that grow with the batch, by equation of the model."""
-    kind = type(method).__name__
-    if trace.at_other_batch is None:
+    kind, microbatches = type(method).__name__, method.num_microbatches if trace.differentiates else 1
+    if not trace.batch_inputs or (trace.at_other_batch is None and microbatches > 1):
         raise without_other_batch(trace, kind)
+    if microbatches == 1 and (trace.at_other_batch is None or not same_equations(trace.jaxpr, trace.at_other_batch)):
+        return _dims_of_examples(trace, closed)
     one, other = _with_other_examples(trace, method)
     dims = equation_batch_dims(closed, twins_of_merged(one, other)) if same_equations(one, other) else None
     if dims is None:
@@ -349,6 +348,26 @@ def _batch_dims(
             f"two are different programs{first_difference(one, other)}. Use Auto() instead."
         )
     return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
+
+
+def _dims_of_examples(trace: Trace, closed: jc.ClosedJaxpr) -> dict[int, BatchDims]:
+    """Return the same for a step that takes no other batch: the dimensions that meet those of its batch."""
+    kinds = step_kinds(closed, trace.batch_axes)
+
+    def dims(atom: Any) -> tuple[int, ...]:
+        return tuple(
+            sorted(
+                {
+                    dimension
+                    for value in kinds.of(atom)
+                    for dimension, factors in enumerate(value)
+                    if any(kind == "data" for _, kind in factors)
+                }
+            )
+        )
+
+    model = (eqn for eqn, of_model in _equations(closed) if of_model)
+    return {id(eqn): tuple(map(dims, (*eqn.invars, *eqn.outvars))) for eqn in model}
 
 
 def without_other_batch(trace: Trace, kind: str) -> Unsupported:
