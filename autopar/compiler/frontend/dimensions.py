@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.identity_indices import are_identity_indices
+from autopar.compiler.jaxprs.linearity import carried_sums
 from autopar.compiler.jaxprs.primitives import (
     ARGUMENT_REDUCTIONS,
     CUMULATIVE,
@@ -72,6 +73,8 @@ class StepDimensions:
     """The factors of values that a gradient meets."""
     rounds: frozenset[int]
     """The factors that a loop goes along in order, with what it carries from one round to the next."""
+    in_turn: frozenset[int]
+    """Those of them whose rounds wait for each other: some loop hands on more than sums."""
 
 
 def find_dimensions(closed: jc.ClosedJaxpr) -> StepDimensions:
@@ -180,7 +183,7 @@ class _Walk:
     endings: list[_Ending] = field(default_factory=list[_Ending])
     feeds: list[tuple[list[int], list[int]]] = field(default_factory=list[tuple[list[int], list[int]]])
     differentiated: _Value = field(default_factory=list[list[int]])
-    rounds: _Value = field(default_factory=list[list[int]])
+    rounds: list[tuple[list[int], bool]] = field(default_factory=list[tuple[list[int], bool]])
     producers: dict[jc.Var, jc.JaxprEqn] = field(default_factory=dict[jc.Var, jc.JaxprEqn])
     constants: dict[jc.Var, Any] = field(default_factory=dict[jc.Var, Any])
     variables: dict[jc.Var, list[_Value]] = field(default_factory=dict[jc.Var, list[_Value]])
@@ -257,7 +260,7 @@ class _Walk:
         self.join_all(carry, after[: loop.num_carry])
         self._ends(rounds, [factors for value in carry for factors in value], phase)
         if carry and phase != "backward":  # there, gradients of what every round read are summed up
-            self.rounds.append(rounds)
+            self.rounds.append((rounds, all(carried_sums(loop))))
         return [*carry, *([rounds, *value] for value in after[loop.num_carry :])]
 
     def _by_rule(self, eqn: jc.JaxprEqn, operands: list[_Value], phase: str | None) -> list[_Value]:
@@ -373,7 +376,8 @@ class _Walk:
             differentiated=_with_sources(
                 [f for factors in self.differentiated for f in self.joined.resolved(factors)], fed
             ),
-            rounds=frozenset(f for factors in self.rounds for f in self.joined.resolved(factors)),
+            rounds=frozenset(f for factors, _ in self.rounds for f in self.joined.resolved(factors)),
+            in_turn=frozenset(f for factors, sums in self.rounds if not sums for f in self.joined.resolved(factors)),
         )
 
     def values_of(self, named: Mapping[str, _Value]) -> ValueDimensions:

@@ -11,7 +11,8 @@ that no other one outlasts:
                 an array that both are in: time is inside of the examples
     ends        the step reduces it, or a result has it: so keys of random numbers are no batch. If no dimension ends,
                 those that are taken apart row by row
-    no rounds   no loop goes along it in order and carries something on: training steps and time are no examples
+    no rounds   no loop goes along it in order and carries something on: training steps and time are no examples, but
+                rows that a loop only sums over may be, where there are no others
 
 What else has the dimension of the examples, at any one place, carries the batch too.
 
@@ -28,7 +29,7 @@ takes along. The same is then asked of the state that no gradient changes, and t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.compiler.frontend.dimensions import Dimension, StepDimensions, find_dimensions
 from autopar.compiler.jaxprs import compat as jc
@@ -76,6 +77,8 @@ def find_batch(
         others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
         return _found({**others, **given_axes})
     found = _among(closed, dims, names, arguments, state, unbatched)
+    if not found.inputs and not found.ambiguous and dims.rounds != dims.in_turn:
+        found = _among(closed, replace(dims, rounds=dims.in_turn), names, arguments, state, unbatched)
     if found.inputs or found.ambiguous or not unlearned:
         return found
     in_state = _among(closed, dims, names, arguments, set(state).difference(unlearned), unbatched)

@@ -5,7 +5,11 @@ A sum over devices or over microbatches may then be taken after the equation ins
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs import primitives
 
 Operands = tuple[int, ...]
@@ -36,3 +40,26 @@ def linear_operands(eqn: jc.JaxprEqn) -> tuple[Operands, ...]:
     if name in ("scatter-add", "scatter-sub"):
         return ((0, 2),)
     return ((1,),) if name == "triangular_solve" else ()
+
+
+def carried_sums(loop: jp.Scan) -> list[bool]:
+    """Return for each value that a loop carries whether its rounds add to it and do nothing else with it."""
+    body, _ = jc.open_jaxpr(loop.body)
+    read = Counter(v for eqn in body.eqns for v in jc.operands(eqn))
+    read.update(v for v in body.outvars if isinstance(v, jc.Var))
+    added = {v: eqn.outvars[0] for eqn in body.eqns if _adds(eqn) for v in jc.operands(eqn)}
+
+    def is_sum(before: jc.Var, after: object) -> bool:
+        while before in added and read[before] == 1:
+            before = added[before]
+        return before is after and read[before] == 1
+
+    carried = body.invars[loop.num_consts : loop.first_x]
+    return [v is not after and is_sum(v, after) for v, after in zip(carried, body.outvars)]
+
+
+def _adds(eqn: jc.JaxprEqn) -> bool:
+    """Return whether an equation adds to its operands, or gives one another weak type."""
+    atoms: list[Any] = [*eqn.invars[:1], *eqn.outvars]
+    retyped = eqn.primitive.name == "convert_element_type" and len({atom.aval.dtype for atom in atoms}) == 1
+    return retyped or eqn.primitive.name in primitives.ADDITIONS

@@ -8,13 +8,12 @@ all, and hands on nothing but sums, to each of which it adds. A loop that does m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.linearity import carried_sums
 from autopar.compiler.microbatch.equations import make_step, with_rows
 from autopar.compiler.microbatch.states import (
     COMPLETE,
@@ -35,8 +34,6 @@ from autopar.compiler.microbatch.states import (
     use_as,
 )
 
-_ADDS = ("add", "add_any")
-
 
 def row_loop_step(
     analysis: AnalysisState,
@@ -56,7 +53,7 @@ def row_loop_step(
     uses = [COMPLETE if top and isinstance(s, Partial) else KEEP for s in states[: loop.num_consts]]
     consts = [completed(s) if use == COMPLETE else s for s, use in zip(states, uses)]
     initial, rows = states[loop.num_consts : loop.first_x], states[loop.first_x :]
-    adds = _adds_only(loop)
+    adds = carried_sums(loop)
     independent = (
         all(isinstance(s, Invariant) for s in consts)
         and all(isinstance(s, Batched) and s.axis == 0 for s in rows)
@@ -84,34 +81,11 @@ def _is_carried(state: State, is_sum: bool) -> bool:
     return isinstance(state, Invariant) or (is_sum and isinstance(state, Partial) and state.kind == SUM)
 
 
-def _adds_only(loop: jp.Scan) -> list[bool]:
-    """Return for each carried value whether rounds add to it and do nothing else with it."""
-    body, _ = jc.open_jaxpr(loop.body)
-    read = Counter(v for eqn in body.eqns for v in jc.operands(eqn))
-    read.update(v for v in body.outvars if isinstance(v, jc.Var))
-    added = {v: eqn.outvars[0] for eqn in body.eqns if _adds(eqn) for v in jc.operands(eqn)}
-
-    def is_sum(before: jc.Var, after: object) -> bool:
-        while before in added and read[before] == 1:
-            before = added[before]
-        return before is after and read[before] == 1
-
-    carried = body.invars[loop.num_consts : loop.first_x]
-    return [v is not after and is_sum(v, after) for v, after in zip(carried, body.outvars)]
-
-
-def _adds(eqn: jc.JaxprEqn) -> bool:
-    """Return whether an equation adds to its operands, or gives one another weak type."""
-    atoms: list[Any] = [*eqn.invars[:1], *eqn.outvars]
-    retyped = eqn.primitive.name == "convert_element_type" and len({atom.aval.dtype for atom in atoms}) == 1
-    return retyped or eqn.primitive.name in _ADDS
-
-
 def _same_rounds(loop: jp.Scan, twin: jp.Scan) -> bool:
     """Return whether a round is the same program at another batch, and hands on what else it carries as it is."""
     body, _ = jc.open_jaxpr(loop.body)
     carried = body.invars[loop.num_consts : loop.first_x]
-    kept = zip(carried, body.outvars, _adds_only(loop))
+    kept = zip(carried, body.outvars, carried_sums(loop))
     shapes, others = (
         [(eqn.primitive, *map(shape_of, eqn.outvars)) for eqn in jc.all_equations(each)]
         for each in (loop.body, twin.body)
