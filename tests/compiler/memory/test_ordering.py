@@ -202,8 +202,10 @@ def test_products_hide_no_sum_that_they_lead_to_but_the_collective_before_it():
     total = Op("apart", ("dx",), ("sx",), collective="reduce-scatter", seconds=2.0)
     nbytes = dict.fromkeys(("a", "b", "whole b", "x", "y", "dx", "dy", "sx", "end"), 1.0)
     written = [first, other, weights, BEFORE, gather, LAST._replace(reads=("whole b",)), total]
-    place = order_ops(written, nbytes, for_latency=True, scatters_sums=True).ops.index
-    assert place(gather) < place(weights) < place(total) < place(other)
+    found = order_ops(written, nbytes, for_latency=True, scatters_sums=True).ops
+    assert found.index(gather) < found.index(weights) < found.index(total) < found.index(other)
+    # What the sum reads is there until the last op that hides it is done.
+    assert found[-1].results == LAST.results and "dx" in found[-1].reads
 
 
 def test_a_reduction_of_columns_is_no_kernel_with_one_of_rows():
