@@ -43,7 +43,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
 )
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
-from autopar.compiler.memory.merged_products import kept_products, transposed_results
+from autopar.compiler.memory.merged_products import kept_products
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
     made_elsewhere,
@@ -132,8 +132,6 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.keep()
     else:
         lister.scatter_onto_sums()
-    if mesh_costs.machine.transposes_operands:
-        lister.transpose_results()
     if mesh_costs.machine.transposes_operands and mesh_costs.machine.schedules_for_latency:
         lister.merge_products()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
@@ -440,21 +438,6 @@ class _Lister:
             maker, reader = self.ops[kept.maker], self.ops[kept.reader]
             self.ops[kept.maker] = maker._replace(results=(*maker.results, *others))
             self.ops[kept.reader] = reader._replace(reads=(*reader.reads, *others))
-
-    def transpose_results(self) -> None:
-        """Have kernels write what they make for products in batches in the order of these, and else in their own."""
-        makers = {key: number for number, op in enumerate(self.ops) for key in op.results}
-        for key, products in transposed_results(self.ops, self._eqns(), self._local_shape).items():
-            assert isinstance(key, BlockValue)
-            twin = key._replace(twin=True)
-            self.nbytes[twin] = self.nbytes[key]
-            maker = self.ops[makers[key]]
-            self.ops[makers[key]] = maker._replace(results=(*maker.results, twin), transposes=True)
-            _, roots = self._read_by(lambda op: False)
-            for number in products:
-                op = self.ops[number]
-                reads = (twin if roots.get(each, each) == key else each for each in op.reads)
-                self.ops[number] = op._replace(reads=tuple(reads))
 
     def _local_shape(self, key: Hashable) -> tuple[int, ...]:
         assert isinstance(key, BlockValue)

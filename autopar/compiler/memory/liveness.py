@@ -87,8 +87,6 @@ class Op(NamedTuple):
     """True if it reads arrays in any order of dimensions, and its results have that order."""
     reduces_rows: bool = False
     """True for a reduction of rows whose kernel goes on to what follows of them."""
-    transposes: bool = False
-    """True if its kernel writes a result in another order than it reads: over no operand."""
     adds_gradients: bool = False
     """True if it adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
     steps: Hashable = ()
@@ -97,7 +95,7 @@ class Op(NamedTuple):
     @property
     def writes_over(self) -> bool:
         """True if a result may take the place of an operand."""
-        return self.over or (self.kind == "fused" and not self.transposes)
+        return self.over or self.kind == "fused"
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@
 A product in batches reads an operand with the batch outermost: a left one goes on with what it is not contracted over,
 a right one with what it is. Parts are copied into that order where they are made, for all that read them so. One that
 is wanted in a second order is copied into that just before it is read, of the merged product, which is kept for it.
-What a kernel computes for such a product it writes in that order, and in its own one for others.
 """
 
 from __future__ import annotations
@@ -57,36 +56,6 @@ def kept_products(
             others = tuple(other for other in parts if other != part)
             found.append(KeptProduct(others=others, maker=members[-1], reader=reader))
     return found
-
-
-def transposed_results(
-    ops: Sequence[Op], eqns: Sequence[jc.JaxprEqn | None], shape_of: Callable[[Key], tuple[int, ...]]
-) -> dict[Key, list[int]]:
-    """Return the fused results of which products in batches read a transposed copy, with the numbers of these."""
-    fused = {key for op in ops if op.kind == "fused" for key in op.results}
-    found: dict[Key, list[int]] = {}
-    for number, (op, eqn) in enumerate(zip(_without_forms(ops), eqns, strict=True)):
-        if eqn is not None and _is_product(eqn) and len(op.reads) == 2:
-            for place, key in enumerate(op.reads):
-                if key in fused and _is_transposed(eqn, place, shape_of(key)):
-                    found.setdefault(key, []).append(number)
-    return found
-
-
-def _is_transposed(eqn: jc.JaxprEqn, place: int, shape: tuple[int, ...]) -> bool:
-    """Return true if what is contracted of an operand and what is not lie the other way round behind its batch.
-
-    If both are one dimension each, the product reads them either way.
-    """
-    dimensions = jp.dot_dimensions(eqn)
-    batch, contracted = (
-        [dim for dim in sorted(dims[place]) if shape[dim] > 1] for dims in (dimensions.batch, dimensions.contracted)
-    )
-    large = [dim for dim in range(len(shape)) if shape[dim] > 1]
-    free = [dim for dim in large if dim not in {*batch, *contracted}]
-    if not (batch and free and contracted) or len(free) == len(contracted) == 1:
-        return False
-    return large == ([*batch, *contracted, *free] if place == 0 else [*batch, *free, *contracted])
 
 
 def _without_forms(ops: Sequence[Op]) -> list[Op]:

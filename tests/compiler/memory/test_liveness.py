@@ -176,12 +176,6 @@ def test_what_a_kernel_sums_as_it_makes_it_is_written_over_nothing(summed: str, 
     assert spans(ops, inputs="xw", outputs="cd")["a"] == (0, until)
 
 
-@pytest.mark.parametrize(("transposes", "until"), [(True, 2), (False, 1)])
-def test_what_a_kernel_transposes_is_written_over_nothing(transposes: bool, until: int):
-    ops = [PRODUCT, Op("fused", ("a",), ("b",), transposes=transposes), Op("apart", ("b",), ("c",))]
-    assert spans(ops, inputs="xw", outputs="c")["a"] == (0, until)
-
-
 def test_views_are_the_array_itself():
     ops = [PRODUCT, Op("view", ("a",), ("b",)), Op("apart", ("b", "w"), ("c",))]
     assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}

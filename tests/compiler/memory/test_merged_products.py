@@ -1,11 +1,11 @@
-"""Orders in which products read arrays: parts of merged products, queries, keys and values, and results of kernels."""
+"""Products of one array that are one, of which a part is wanted in two orders: queries, keys and values."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.memory.liveness import Op
-from autopar.compiler.memory.merged_products import KeptProduct, kept_products, transposed_results
+from autopar.compiler.memory.merged_products import KeptProduct, kept_products
 
 MIB = 2**20
 
@@ -43,22 +43,3 @@ def test_a_merged_product_is_kept_for_the_part_that_is_read_in_two_orders():
 )
 def test_no_product_is_kept_that_is_not_merged_or_whose_parts_are_sliced(batch: int, part_bytes: float):
     assert found(batch, part_bytes) == []
-
-
-@pytest.mark.parametrize(
-    ("product", "rows", "transposed"),
-    [
-        pytest.param("ebcf,ebcd->efd", 3, ["g"], id="two dimensions are contracted: the left operand's are outermost"),
-        pytest.param("ebcf,ebcd->efd", 1, [], id="of one row one dimension is left, and either may be outermost"),
-        pytest.param("ebcf,efd->ebcd", 3, [], id="a left operand goes on with what is not contracted"),
-        pytest.param("ebcf,edf->ebcd", 3, [], id="and a right one's sides of one dimension are read either way"),
-    ],
-)
-def test_kernels_transpose_what_products_in_batches_read_the_other_way_round(product: str, rows: int, transposed):
-    sizes = {"e": 2, "b": rows, "c": 5, "f": 4, "d": 8}
-    left, right = (jnp.zeros([sizes[name] for name in names]) for names in product.split("->")[0].split(","))
-    (eqn,) = jax.make_jaxpr(lambda x, y: jnp.einsum(product, x, y))(left, right).jaxpr.eqns[:1]
-    shapes = {"g": left.shape, "x": right.shape}
-    ops = [Op("fused", ("a",), ("g",)), Op("apart", ("a",), ("x",)), Op("apart", ("g", "x"), ("dw",))]
-    assert eqn.primitive.name == "dot_general"
-    assert [*transposed_results(ops, [None, None, eqn], shapes.__getitem__)] == transposed
