@@ -9,7 +9,7 @@ is around them, behind a barrier that holds back their operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from autopar.compiler.memory.twins import (
     without_places,
 )
 from autopar.compiler.resharding.costs import reshard_s
-from autopar.compiler.resharding.steps import AllGather, Slice, collective_of
+from autopar.compiler.resharding.steps import AllGather, ReduceScatter, ReshardStep, Slice, collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, local_shape
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import (
@@ -471,7 +471,7 @@ class _Lister:
                     results,
                     collective=kind,
                     seconds=self._reshard_s(action, kind),
-                    steps=steps,
+                    steps=self._combined_as(steps),
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
                     keeps_order=kind in _KEEP_ORDER,
                     behind_barrier=action.after is not None,
@@ -517,6 +517,12 @@ class _Lister:
                     early=self._keys(*action.results[stacked_from(eqn) :]),
                     seconds=math.inf,
                 )
+
+    def _combined_as(self, steps: Sequence[ReshardStep]) -> Hashable:
+        """Return what is equal for collectives that may be one: where XLA scatters the outermost dimension, any is."""
+        if not self.machine.gathers_outermost:
+            return tuple(steps)
+        return tuple(ReduceScatter(step.axes, 0) if isinstance(step, ReduceScatter) else step for step in steps)
 
     def _places_bytes(self, action: Evaluate) -> float:
         """Return the bytes of the places of the largest in all windows, which XLA finds before it adds there.

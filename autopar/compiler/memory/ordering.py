@@ -17,7 +17,8 @@ no other: all that are left stand behind it. Where only results take collectives
 of them stand at the end. A sum of all gradients is hidden by none of them: then they take turns with the other
 products, from the end on, and where a region is computed again last that has fewer products than there are such
 gradients before it, these stand before it. What waits and leads to no sum, or to another one, stands behind that sum of
-all gradients and hides it, and gradients of that sum hide collectives before it. A reduction that is one kernel with
+all gradients and hides it, and gradients of that sum hide collectives before it. What a collective sends is kept until
+it is done, behind all that hides it: whole gradients, for a sum. A reduction that is one kernel with
 another that more than results needs, as in the gradients of a batch norm, runs with that. A slice of an array in memory
 stands before its reader, however late.
 
@@ -119,17 +120,29 @@ def order_ops(
             waiting[other] -= 1
             if waiting[other] == 0:
                 heapq.heappush(ready, (times[other], other))
-    whole, places = list(ops), {number: place for place, number in enumerate(order)}
-    for group in groups:
-        # Its operands are there until all of its results are.
-        last = max(group, key=places.__getitem__)
-        reads = dict.fromkeys(key for number in group for key in ops[number].reads)
-        whole[last] = ops[last]._replace(reads=tuple(reads))
     return OpOrder(
-        ops=[whole[n] for n in order],
+        ops=_kept(ops, groups, deferred, order),
         order=order,
         deferred=next((place for place, n in enumerate(order) if deferred.get(n) == _AT_THE_END), None),
     )
+
+
+def _kept(
+    ops: Sequence[Op], groups: Sequence[Sequence[int]], deferred: Mapping[int, float], order: Sequence[int]
+) -> list[Op]:
+    """Return the ops in order. Operands of collectives are read until all of each is done, and what hides it."""
+    whole, places = list(ops), {number: place for place, number in enumerate(order)}
+    hiding: dict[float, list[int]] = {}
+    for number, place in deferred.items():
+        if _is_heavy(ops[number]):
+            hiding.setdefault(place, []).append(number)
+    collectives = [([*group], hiding.get(_BEHIND_THE_SUM, [])) for group in groups]
+    collectives += [([n], hiding[n]) for n, op in enumerate(ops) if op.collective and n in hiding]
+    for numbers, others in collectives:
+        last = max((*numbers, *others), key=places.__getitem__)
+        reads = dict.fromkeys(key for number in dict.fromkeys((*numbers, last)) for key in whole[number].reads)
+        whole[last] = whole[last]._replace(reads=tuple(reads))
+    return [whole[number] for number in order]
 
 
 def _predecessors(ops: Sequence[Op]) -> list[set[int]]:

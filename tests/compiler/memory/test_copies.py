@@ -10,7 +10,8 @@ from jax import lax
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs.strides import reorders_images
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.resharding.steps import AllGather, Slice
+from autopar.compiler.memory.listing import listed_step
+from autopar.compiler.resharding.steps import AllGather, ReduceScatter, Slice
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.spmd.block_times import block_bytes, block_times
@@ -210,3 +211,23 @@ def test_state_that_is_gathered_of_updated_parts_is_not_made_in_its_place(copies
     assert block_bytes(block, costs, copied=found.copied) - block_bytes(block, costs) == (4 * one if copies else 0)
     more_s = block_times(block, costs, found.copied).compute_s - block_times(block, costs).compute_s
     assert more_s == pytest.approx(4 * one / machine.memory_bandwidth if copies else 0.0)
+
+
+@pytest.mark.parametrize(("outermost", "sums"), [(True, 1), (False, 2)])
+def test_sums_that_are_scattered_along_other_dimensions_are_one_where_that_is_outermost_in_memory(outermost, sums):
+    jaxpr = jax.make_jaxpr(lambda x, y: (x, y))(*2 * [jax.ShapeDtypeStruct((64, 64), "float32")]).jaxpr
+    whole = [Value(v, Layout(((), ()), (0,))) for v in jaxpr.invars]
+    parts = [Value(v, Layout(((0,), ()) if dim == 0 else ((), (0,))), "forward") for dim, v in enumerate(jaxpr.invars)]
+    actions = [
+        Reshard(operand=summands, result=part, steps=(ReduceScatter((0,), dim),))
+        for dim, (summands, part) in enumerate(zip(whole, parts, strict=True))
+    ]
+    block = LocalBlock(
+        jaxpr=jaxpr,
+        inputs=tuple(whole),
+        actions=tuple(actions),
+        outputs=tuple(parts),
+        combined=combined_values(jaxpr, None),
+    )
+    program = listed_step(block, MESH, (), dataclasses.replace(A100, gathers_outermost=outermost))
+    assert len({op.steps for op in program.ops}) == sums

@@ -15,6 +15,11 @@ def order_ops(*args: Any, combined_bytes: float = 30 * MIB, **how: Any) -> OpOrd
     return ordering.order_ops(*args, combined_bytes=combined_bytes, **how)
 
 
+def listed(ops: list[Op], *args: Any, **how: Any) -> list[Op]:
+    """The ops in their order, as they are listed: reading nothing for the sake of collectives that they hide."""
+    return [ops[number] for number in order_ops(ops, *args, **how).order]
+
+
 # A backward pass: the gradient of a layer's weights, then that of what it read, which the layer before needs.
 WEIGHTS = Op("apart", ("a", "x"), ("dw",))
 BEFORE = Op("apart", ("a",), ("b",))
@@ -126,13 +131,13 @@ def test_products_wait_for_no_more_than_the_next_collective_that_they_can_hide()
     written = [BEFORE, *weights, gather, more_weights, before, Op("apart", ("c",), ("end",), seconds=1.0), loss]
     written.append(late_weights)
     first = Op("apart", ("start",), ("a",), collective="all-reduce", seconds=1.5)
-    found = order_ops([first, *written], {"total": 0}, for_latency=True, scatters_sums=True)
-    place = found.ops.index
+    place = listed([first, *written], {"total": 0}, for_latency=True, scatters_sums=True).index
     # The last one hides the loss; two of the first three hide the gathering.
     assert place(weights[0]) < place(gather) < place(weights[1]) < place(weights[2]) < place(before)
+    found = order_ops([first, *written], {"total": 0}, for_latency=True, scatters_sums=True)
     assert found.deferred == place(late_weights)
     # All of them do if no collective stands before it that it delays.
-    place = order_ops(written, {"total": 0}, for_latency=True, scatters_sums=True).ops.index
+    place = listed(written, {"total": 0}, for_latency=True, scatters_sums=True).index
     assert place(gather) < min(map(place, weights))
 
 
@@ -144,12 +149,12 @@ def test_updates_stand_behind_their_gradients_and_hide_collectives_with_them():
     written = [first, BEFORE, *weights, gather, Op("apart", ("whole b",), ("end",), seconds=1.0), *updates]
     nbytes = {f"{kind}{name}": 1.0 for kind in ("d", "new") for name in "xyz"}
     replaced = [(f"new{name}", f"w{name}") for name in "xyz"]
-    found = order_ops(written, nbytes, replaced, for_latency=True, scatters_sums=True)
-    behind = found.ops[found.ops.index(gather) + 1 :]
+    found = listed(written, nbytes, replaced, for_latency=True, scatters_sums=True)
+    behind = found[found.index(gather) + 1 :]
     assert behind[:6] == [op for pair in zip(weights, updates, strict=True) for op in pair]
     # The state is read and written, and the gradient read: 3 bytes in 0.3 s, beside 0.25 s. Two take a second.
-    slow = order_ops(written, nbytes, replaced, for_latency=True, scatters_sums=True, memory_bandwidth=10.0)
-    place = slow.ops.index
+    slow = listed(written, nbytes, replaced, for_latency=True, scatters_sums=True, memory_bandwidth=10.0)
+    place = slow.index
     assert place(weights[0]) < place(updates[0]) < place(gather) < place(weights[1]) < place(weights[2])
 
 
@@ -202,8 +207,24 @@ def test_products_hide_no_sum_that_they_lead_to_but_the_collective_before_it():
     total = Op("apart", ("dx",), ("sx",), collective="reduce-scatter", seconds=2.0)
     nbytes = dict.fromkeys(("a", "b", "whole b", "x", "y", "dx", "dy", "sx", "end"), 1.0)
     written = [first, other, weights, BEFORE, gather, LAST._replace(reads=("whole b",)), total]
-    place = order_ops(written, nbytes, for_latency=True, scatters_sums=True).ops.index
+    place = listed(written, nbytes, for_latency=True, scatters_sums=True).index
     assert place(gather) < place(weights) < place(total) < place(other)
+
+
+def test_what_a_collective_sends_is_kept_until_the_last_product_that_hides_it_is_done():
+    first, gather = (
+        Op("apart", (read,), (made,), collective="all-gather", seconds=1.0) for read, made in (("s", "a"), ("b", "c"))
+    )
+    weights = Op("apart", ("a", "x"), ("dx",), seconds=1.0)
+    total = Op("apart", ("dx",), ("sx",), collective="reduce-scatter", seconds=2.0)
+    last, other = Op("apart", ("c",), ("end",)), Op("apart", ("a", "y"), ("dy",), seconds=1.0)
+    nbytes = dict.fromkeys(("a", "b", "c", "x", "y", "dx", "dy", "sx", "end"), 1.0)
+    found = order_ops(
+        [first, other, weights, BEFORE, gather, last, total], nbytes, for_latency=True, scatters_sums=True
+    )
+    reads = {op.results[0]: op.reads for op in found.ops}
+    assert reads["dx"] == ("b", "a", "x")  # hides the gathering of "b"
+    assert "dx" in found.ops[-1].reads
 
 
 def test_a_reduction_of_columns_is_no_kernel_with_one_of_rows():
