@@ -197,6 +197,20 @@ def four_by_four(params, x, y):
     return updated(params, lambda p: jnp.mean(jax.lax.map(lambda of_one: loss(p, *of_one), (x, y), batch_size=4)))
 
 
+def summed_up(params, x, y):
+    def total(p):
+        return jax.lax.scan(lambda so_far, of_one: (so_far + loss(p, *of_one), None), 0.0, (x, y))[0]
+
+    return updated(params, lambda p: total(p) / len(x))
+
+
+def carried_on(params, x, y):
+    def last(p):
+        return jax.lax.scan(lambda before, of_one: (0.5 * before + loss(p, *of_one), None), 0.0, (x, y))[0]
+
+    return updated(params, last)
+
+
 def keyword_only(params, *, images, labels, step):
     return updated(params, lambda p: loss(p, images, labels) * step)[0], step + 1
 
@@ -234,6 +248,8 @@ FOUND = {
     "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), ["x", "y"]),
     "one example after the other": (one_by_one, (PARAMS, X, Y), ["x", "y"]),
     "four examples after four others": (four_by_four, (PARAMS, X, Y), ["x", "y"]),
+    "one example after the other, summed up": (summed_up, (PARAMS, X, Y), ["x", "y"]),
+    "rounds that wait for each other": (carried_on, (PARAMS, X, Y), []),
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
