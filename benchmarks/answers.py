@@ -38,7 +38,7 @@ from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Link, Machine
 from autopar.methods import Method
-from autopar.plan_difference import PlanDifference
+from autopar.reports.plan_difference import PlanDifference
 from autopar.simulation import SimulationReport
 from benchmarks.every_method import every_method
 from tests.zoo import HEAVY, ZOO, Case

@@ -31,9 +31,9 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.description import PlacedInput, PlacedResult, PlanDescription
 from autopar.errors import AutoparError
 from autopar.ir.program import ArrayType, Program, Recv, Send
+from autopar.reports.description import PlacedInput, PlacedResult, PlanDescription
 from autopar.runtime.in_process import InProcess
 from benchmarks.every_method import every_method
 from tests.zoo import ZOO, Case

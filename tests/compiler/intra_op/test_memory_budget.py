@@ -111,7 +111,7 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
     donated = state_inputs(trace)
     whole = data_parallel_peak(trace, (8,), donated)
     kinds, times = {}, []
-    for share in (1.0, 0.5, 0.43):
+    for share in (1.0, 0.5, 0.44):
         budget = MemoryBudget(nbytes=share * whole, headroom=0.0)
         mesh, found, block = planned(trace, (8,), budget=budget, donated=donated, time_limit_s=120)
         assert peak_memory(block, mesh, donated).peak_bytes <= share * whole
@@ -124,7 +124,7 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
     assert kinds[0.5].weights < 0.8 and kinds[0.5].gathered >= {"forward", "backward", "update"}
     assert not kinds[1.0].exchanges_activations and not kinds[0.5].exchanges_activations
     # Gathered weights take too much, too: products are split instead, and exchange activations.
-    assert kinds[0.43].weights < 0.3 and kinds[0.43].exchanges_activations
+    assert kinds[0.44].weights < 0.3 and kinds[0.44].exchanges_activations
 
 
 def test_budget_that_is_large_enough_changes_nothing():
@@ -143,7 +143,7 @@ def test_budget_that_nothing_fits_is_an_error_that_says_what_would():
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("shape, share", [((8,), 0.9), ((8,), 0.75), ((2, 4), 0.9)])
+@pytest.mark.parametrize("shape, share", [((8,), 0.9), ((8,), 0.78), ((2, 4), 0.9)])
 def test_compiled_plan_stays_within_its_budget(shape, share):
     trace = traced_model(mlp(layers=4, width=1024, hidden=4096, batch=4096))
     donated = state_inputs(trace)

@@ -188,7 +188,7 @@ def test_state_is_divided_only_with_zero_where_memory_asks_for_it():
     where = {"num_devices": 8, "machine": dataclasses.replace(CLUSTER.machine, product_workspace_bytes=0)}
     whole = plan_by_search(trace, Auto(kinds="data", mesh_shape=(8,)), **where)
     assert set(whole.input_specs) <= {"batch.x", "batch.y"}
-    tight = {"memory": 0.7 * whole.sharding.peak_bytes, "mesh_shape": (8,), "remat": False}
+    tight = {"memory": 0.72 * whole.sharding.peak_bytes, "mesh_shape": (8,), "remat": False}
     with pytest.raises(MemoryTooSmall):
         plan_by_search(trace, Auto(kinds="data", **tight), **where)
     divided = plan_by_search(trace, Auto(kinds=("data", "zero"), **tight), **where)
