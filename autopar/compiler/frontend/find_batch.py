@@ -50,6 +50,11 @@ class FoundBatch:
     ambiguous: bool = False
     """True if several readings are possible; `missing` names them."""
 
+    @classmethod
+    def along(cls, axes: Mapping[int, int]) -> FoundBatch:
+        """Return the batch of the inputs that have examples along these axes."""
+        return cls(inputs=tuple(sorted(axes)), axes=tuple(axis for _, axis in sorted(axes.items())))
+
     def by_input(self) -> dict[int, int]:
         """Return the axis along which the examples are, by the number of the input."""
         return dict(zip(self.inputs, self.axes, strict=True))
@@ -75,7 +80,7 @@ def find_batch(
     if given_axes:
         named = {dims.inputs[i][axis] for i, axis in given_axes.items()}
         others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
-        return _found({**others, **given_axes})
+        return FoundBatch.along({**others, **given_axes})
     found = _among(closed, dims, names, arguments, state, unbatched)
     if not found.inputs and not found.ambiguous and dims.rounds != dims.in_turn:
         found = _among(closed, replace(dims, rounds=dims.in_turn), names, arguments, state, unbatched)
@@ -118,7 +123,7 @@ def _among(
     of_batch, others = {arguments[i] for i in leading}, set(range(len(names))) - set(state) - set(unbatched)
     unread = {i: 0 for i in _unread(closed) & others if shapes[i][:1] == (rows,) and arguments[i] in of_batch}
     inside = {i: axis for i, axis in _carrying(dims, set(winners)).items() if i in others}
-    return _found({**inside, **unread, **leading})
+    return FoundBatch.along({**inside, **unread, **leading})
 
 
 def unlearned_state(closed: jc.ClosedJaxpr, state: Mapping[int, int]) -> set[int]:
@@ -135,10 +140,6 @@ def unlearned_state(closed: jc.ClosedJaxpr, state: Mapping[int, int]) -> set[int
 def _takes_gradient(eqn: jc.JaxprEqn) -> bool:
     inside = (e for body in jc.subjaxprs(eqn) for e in jc.all_equations(body))
     return any(jc.ad_phase(e) == "backward" for e in (eqn, *inside))
-
-
-def _found(axes: Mapping[int, int]) -> FoundBatch:
-    return FoundBatch(inputs=tuple(sorted(axes)), axes=tuple(axis for _, axis in sorted(axes.items())))
 
 
 def _carrying(dims: StepDimensions, wanted: Collection[Dimension]) -> dict[int, int]:

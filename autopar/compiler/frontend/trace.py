@@ -122,7 +122,7 @@ class Trace:
     @cached_property
     def batch_axes(self) -> Mapping[int, int]:
         """For every input that carries the batch the axis along which the examples are."""
-        return dict(zip(self.batch.inputs, self.batch.axes, strict=True))
+        return self.batch.by_input()
 
     @property
     def undonated_state(self) -> tuple[int, ...]:
@@ -274,7 +274,7 @@ def trace_step(
         if not batch.inputs and not batch.ambiguous:
             batch = _batch_of_one(flat_step, leaves, {*state.values(), *unbatched_inputs}) or batch
     else:
-        batch = FoundBatch(inputs=tuple(sorted(given)), axes=tuple(axis for _, axis in sorted(given.items())))
+        batch = FoundBatch.along(given)
         state = _whole_subtrees(leaves, outputs, replaced, batch.inputs)
     trace = Trace(
         name=name,
@@ -303,8 +303,7 @@ def _with_companions(trace: Trace, unbatched: Collection[int]) -> Trace:
     companions = [i for i in _inputs_of_as_many_rows(trace) if i not in unbatched] if trace.batch_inputs else []
     if not companions or trace.at_other_batch is not None:
         return trace
-    axes = sorted({**trace.batch_axes, **dict.fromkeys(companions, 0)}.items())
-    wider = replace(trace, batch=FoundBatch(inputs=tuple(i for i, _ in axes), axes=tuple(axis for _, axis in axes)))
+    wider = replace(trace, batch=FoundBatch.along({**trace.batch_axes, **dict.fromkeys(companions, 0)}))
     return trace if wider.at_other_batch is None else wider
 
 

@@ -32,7 +32,7 @@ _NUM_LARGEST = 10
 _TRANSFORMS = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(|\)")
 _NUMBERED = re.compile(r"\d")
 # Of 35 plans that were made to fit, compiled for three GPUs, none needed more than 0.101 beyond what is modelled
-# (benchmarks.memory_model). What more is kept waits for the others that are to be compiled again.
+# (benchmarks.memory_model). HEADROOM is what an earlier model needed, until all plans there are compiled again.
 HEADROOM = 0.21
 """Share of the modelled peak by which a compiled one may lie above it: what a budget leaves free."""
 
