@@ -50,6 +50,34 @@ def test_forked_process_is_told_why_the_step_would_wait_for_ever():
     step(W, X)
 
 
+def filled_buffer(rows=16, alignment=64):
+    """A buffer of numpy's that JAX would take over as it is, for its place in memory."""
+    room = np.zeros(rows * 4 + alignment, np.float32)
+    first = -room.ctypes.data % alignment // room.itemsize
+    buffer = room[first : first + rows * 4].reshape(rows, 4)
+    buffer[:] = X
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "method",
+    [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=1)],
+    ids=["data", "microbatches", "stage"],
+)
+@pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
+def test_one_buffer_may_be_filled_again_as_soon_as_a_call_has_returned(method, placed):
+    step = autopar.parallelize(train_step, method=method)
+    step(W, X)
+    buffer = filled_buffer()
+    batch = autopar.shard_batch(buffer, like=step, argnum=1) if placed else buffer
+    result = step(W, batch)
+    buffer[:] = 0
+    again = step(W, batch) if placed else step(W, X)
+    for found in (result, again):
+        for a, b in zip(found, train_step(W, X), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_threads_that_call_first_compile_once():
     traces = []
 

@@ -19,6 +19,7 @@ from operator import methodcaller
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import KEY_BYTES
@@ -31,7 +32,7 @@ from autopar.runtime.executables import (
     sharding_of,
     without_mesh,
 )
-from autopar.runtime.inputs import lies, placement
+from autopar.runtime.inputs import lies, own_copy, placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.results import ReadResult, collection
@@ -149,7 +150,8 @@ class InProcessProgram:
         try:
             # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
             with _starting:
-                return self.whole(*leaves)[: len(self.results)]
+                own = [own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+                return self.whole(*own)[: len(self.results)]
         except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
             return self._step(leaves)
 

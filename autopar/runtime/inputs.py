@@ -187,10 +187,18 @@ def placement(
     return place
 
 
+def own_copy(leaf: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
+    """The leaf on the host, in memory that nobody writes to: `device_put` reads it after it has returned.
+
+    On CPU devices it even takes it over, and a caller that fills one buffer again and again would change earlier calls.
+    """
+    return np.array(leaf, dtype=dtype, copy=None if isinstance(leaf, jax.Array) else True)
+
+
 def _place(leaf: ArgumentUses, argument: Any, placed: list[Any], moves: Moves) -> None:
     is_array = isinstance(argument, jax.Array)
     if not is_array:
-        argument = np.asarray(argument)
+        argument = own_copy(argument)
     for use in leaf.whole:
         if is_array and lies(argument, use.sharding):
             placed[use.place] = argument

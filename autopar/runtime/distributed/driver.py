@@ -20,7 +20,7 @@ from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.pieces import placed_output, program_layouts
 from autopar.runtime.distributed.session import Session
 from autopar.runtime.finite import kinds_of_values
-from autopar.runtime.inputs import ArgumentType, argument_types
+from autopar.runtime.inputs import ArgumentType, argument_types, own_copy
 from autopar.runtime.timeline import InstructionTime
 from autopar.runtime.unfinished import UnfinishedTask
 
@@ -173,7 +173,7 @@ def kinds_of_distributed_values(session: Session, values: Sequence[Any]) -> list
 def _words(leaf: Any, wanted: ArgumentType) -> np.ndarray[Any, Any]:
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf, dtype=wanted.dtype)
+    return own_copy(leaf, wanted.dtype)
 
 
 def _donated_leaves(program: Program) -> tuple[int, ...]:
