@@ -27,6 +27,7 @@ from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run
 from autopar.runtime.executables import (
     compile_all,
     compile_at_first_call,
+    debugging,
     jaxpr_as_fun,
     mesh_of,
     sharding_of,
@@ -149,7 +150,7 @@ class InProcessProgram:
             return self._step(leaves)  # which places keys, and says which array is deleted
         try:
             # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
-            with _starting:
+            with _starting, debugging():
                 own = [own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
                 return self.whole(*own)[: len(self.results)]
         except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
@@ -157,7 +158,7 @@ class InProcessProgram:
 
     def _step(self, leaves: Sequence[Any]) -> list[Any]:
         with self.context, without_mesh():
-            with _starting:
+            with _starting, debugging():
                 env = self.place(leaves) + self.unset
                 self.progress.begin()
                 for run in self.steps:
