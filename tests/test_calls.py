@@ -1,6 +1,7 @@
 """A parallelized step is called where a jitted one would be: what that means for transformations, axes and options."""
 
 import copy
+import functools
 import os
 import pickle
 import threading
@@ -48,6 +49,44 @@ def test_forked_process_is_told_why_the_step_would_wait_for_ever():
         assert "train_step was compiled in another process, of which this one was forked" in pipe.read()
     os.waitpid(child, 0)
     step(W, X)
+
+
+class Trainer:
+    def __init__(self, rate):
+        self.rate = rate
+
+    def plain(self, w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - self.rate * gradient, loss
+
+    step = autopar.parallelize(plain, method=autopar.DataParallel())
+    jitted = autopar.parallelize(functools.partial(jax.jit, static_argnums=0)(plain), method=autopar.DataParallel())
+    static = staticmethod(autopar.parallelize(train_step, method=autopar.DataParallel()))
+
+
+@pytest.mark.parametrize("name", ["step", "jitted", "static"])
+def test_a_step_in_a_class_is_a_method(name):
+    for rate in (0.1,) if name == "static" else (0.1, 0.5):
+        trainer = Trainer(rate)
+        for found, wanted in zip(getattr(trainer, name)(W, X), trainer.plain(W, X), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert isinstance(Trainer.step, autopar.api.Step)
+
+
+def test_a_step_of_a_module_changes_the_module_in_place():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(W)
+
+        @autopar.parallelize(method=autopar.DataParallel())
+        def step(self, x):
+            w, loss = train_step(self.w[...], x)
+            self.w[...] = w
+            return loss
+
+    model = Model()
+    np.testing.assert_allclose(model.step(X), train_step(W, X)[1], rtol=1e-5)
+    np.testing.assert_allclose(model.w[...], train_step(W, X)[0], rtol=1e-5)
 
 
 def filled_buffer(rows=16, alignment=64):
