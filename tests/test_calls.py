@@ -117,6 +117,36 @@ def test_one_buffer_may_be_filled_again_as_soon_as_a_call_has_returned(method, p
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)]
+)
+@pytest.mark.parametrize("donated", [(0,), (0, 1)], ids=str)
+def test_a_donated_array_may_be_another_argument_as_well(method, donated):
+    def step(params, target, x):
+        def loss(params):
+            return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - x @ target["a"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    parallel = autopar.parallelize(step, method=method, donate_argnums=donated)
+    params, expected = ({"a": W + 0, "b": W + 1} for _ in range(2))
+    for _ in range(3):  # the first call copies what is not in its place yet
+        params, loss = parallel(params, params, X)
+        expected, wanted = step(expected, expected, X)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2)], ids=str)
+def test_a_guard_against_transfers_lets_arguments_be_placed(method):
+    step = autopar.parallelize(train_step, method=method)
+    with jax.transfer_guard("disallow"):
+        w, _ = step(W, X)
+        found = step(w, X)
+    for a, b in zip(found, train_step(train_step(W, X)[0], X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_threads_that_call_first_compile_once():
     traces = []
 

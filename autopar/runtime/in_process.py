@@ -33,7 +33,7 @@ from autopar.runtime.executables import (
     sharding_of,
     without_mesh,
 )
-from autopar.runtime.inputs import lies, own_copy, placement
+from autopar.runtime.inputs import donated_leaves, lies, own_copy, placement, with_own_donated
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.results import ReadResult, collection
@@ -113,6 +113,7 @@ class InProcess:
             results=collection(program, slots, layouts),
             functions=functions,
             whole=None if whole is None else functions[whole],
+            donated=donated_leaves(program),
             keys=_keys(program, layouts),
             context=errors or nullcontext(),
             progress=progress,
@@ -135,6 +136,8 @@ class InProcessProgram:
     """The executables by name, as JAX compiled them unless that waits for the first call."""
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
+    donated: Sequence[int]
+    """The arguments that some executable overwrites."""
     keys: Sequence[tuple[int, NamedSharding]]
     """The arguments that are random keys, by their places, and their layouts."""
     context: AbstractContextManager[None]
@@ -151,10 +154,15 @@ class InProcessProgram:
         try:
             # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
             with _starting, debugging():
-                own = [own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+                own = with_own_donated(leaves, self.donated)
+                own = [own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own]
                 return self.whole(*own)[: len(self.results)]
         except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
-            return self._step(leaves)
+            pass
+        except jax.errors.JaxRuntimeError as error:  # what JAX may not bring here by itself is placed
+            if "Disallowed" not in str(error):
+                raise
+        return self._step(leaves)
 
     def _step(self, leaves: Sequence[Any]) -> list[Any]:
         with self.context, without_mesh():
