@@ -503,3 +503,18 @@ def test_mesh_that_the_user_has_set_is_none_of_what_runs(method, num_devices):
         found = parallel(*[parallel(state, X)[0], X])
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)])
+def test_gradients_of_whole_numbers_are_returned_as_by_jit(method):
+    def step(params, x):
+        def loss(params):
+            return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2) * params["times"]
+
+        return jax.grad(loss, allow_int=True)(params)
+
+    params = {"a": W, "b": W, "times": jnp.int32(2)}
+    found = autopar.parallelize(step, method=method)(params, X)
+    wanted = jax.jit(step)(params, X)
+    assert found["times"].dtype == wanted["times"].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5, atol=1e-7)
