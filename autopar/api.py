@@ -15,6 +15,7 @@ import functools
 import os
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -86,6 +87,10 @@ class Step:
                 if "deleted" not in str(error):
                     raise
         return self._call(args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an object, as a function does: the step of a class is a method, and gets `self`."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_traced(self._arguments.name)

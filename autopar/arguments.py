@@ -27,7 +27,7 @@ from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.scopes import default_strategy
 from autopar.compiler.frontend.trace import Returned
 from autopar.compiler.jaxprs import compat as jc
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.nnx_objects import ObjectGraph, ObjectPlace
 
 
@@ -577,6 +577,11 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         return leaf
     if _on_cluster(leaf):
         return leaf.aval
+    if isinstance(leaf, jax.Ref):
+        raise Unsupported(
+            f"{name} is a jax.Ref, and devices do not share one. Pass its value, {name}[...], return the new one, and "
+            "write that into the reference after the call; references that the step makes itself are supported."
+        )
     try:
         aval = jax.typeof(leaf)
     except TypeError:

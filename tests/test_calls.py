@@ -1,6 +1,7 @@
 """A parallelized step is called where a jitted one would be: what that means for transformations, axes and options."""
 
 import copy
+import functools
 import os
 import pickle
 import threading
@@ -48,6 +49,102 @@ def test_forked_process_is_told_why_the_step_would_wait_for_ever():
         assert "train_step was compiled in another process, of which this one was forked" in pipe.read()
     os.waitpid(child, 0)
     step(W, X)
+
+
+class Trainer:
+    def __init__(self, rate):
+        self.rate = rate
+
+    def plain(self, w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - self.rate * gradient, loss
+
+    step = autopar.parallelize(plain, method=autopar.DataParallel())
+    jitted = autopar.parallelize(functools.partial(jax.jit, static_argnums=0)(plain), method=autopar.DataParallel())
+    static = staticmethod(autopar.parallelize(train_step, method=autopar.DataParallel()))
+
+
+@pytest.mark.parametrize("name", ["step", "jitted", "static"])
+def test_a_step_in_a_class_is_a_method(name):
+    for rate in (0.1,) if name == "static" else (0.1, 0.5):
+        trainer = Trainer(rate)
+        for found, wanted in zip(getattr(trainer, name)(W, X), trainer.plain(W, X), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert isinstance(Trainer.step, autopar.api.Step)
+
+
+def test_a_step_of_a_module_changes_the_module_in_place():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(W)
+
+        @autopar.parallelize(method=autopar.DataParallel())
+        def step(self, x):
+            w, loss = train_step(self.w[...], x)
+            self.w[...] = w
+            return loss
+
+    model = Model()
+    np.testing.assert_allclose(model.step(X), train_step(W, X)[1], rtol=1e-5)
+    np.testing.assert_allclose(model.w[...], train_step(W, X)[0], rtol=1e-5)
+
+
+def filled_buffer(rows=16, alignment=64):
+    """A buffer of numpy's that JAX would take over as it is, for its place in memory."""
+    room = np.zeros(rows * 4 + alignment, np.float32)
+    first = -room.ctypes.data % alignment // room.itemsize
+    buffer = room[first : first + rows * 4].reshape(rows, 4)
+    buffer[:] = X
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "method",
+    [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=1)],
+    ids=["data", "microbatches", "stage"],
+)
+@pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
+def test_one_buffer_may_be_filled_again_as_soon_as_a_call_has_returned(method, placed):
+    step = autopar.parallelize(train_step, method=method)
+    step(W, X)
+    buffer = filled_buffer()
+    batch = autopar.shard_batch(buffer, like=step, argnum=1) if placed else buffer
+    result = step(W, batch)
+    buffer[:] = 0
+    again = step(W, batch) if placed else step(W, X)
+    for found in (result, again):
+        for a, b in zip(found, train_step(W, X), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)]
+)
+@pytest.mark.parametrize("donated", [(0,), (0, 1)], ids=str)
+def test_a_donated_array_may_be_another_argument_as_well(method, donated):
+    def step(params, target, x):
+        def loss(params):
+            return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - x @ target["a"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    parallel = autopar.parallelize(step, method=method, donate_argnums=donated)
+    params, expected = ({"a": W + 0, "b": W + 1} for _ in range(2))
+    for _ in range(3):  # the first call copies what is not in its place yet
+        params, loss = parallel(params, params, X)
+        expected, wanted = step(expected, expected, X)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.DataParallel(num_microbatches=2)], ids=str)
+def test_a_guard_against_transfers_lets_arguments_be_placed(method):
+    step = autopar.parallelize(train_step, method=method)
+    with jax.transfer_guard("disallow"):
+        w, _ = step(W, X)
+        found = step(w, X)
+    for a, b in zip(found, train_step(train_step(W, X)[0], X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_threads_that_call_first_compile_once():
@@ -406,3 +503,18 @@ def test_mesh_that_the_user_has_set_is_none_of_what_runs(method, num_devices):
         found = parallel(*[parallel(state, X)[0], X])
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)])
+def test_gradients_of_whole_numbers_are_returned_as_by_jit(method):
+    def step(params, x):
+        def loss(params):
+            return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2) * params["times"]
+
+        return jax.grad(loss, allow_int=True)(params)
+
+    params = {"a": W, "b": W, "times": jnp.int32(2)}
+    found = autopar.parallelize(step, method=method)(params, X)
+    wanted = jax.jit(step)(params, X)
+    assert found["times"].dtype == wanted["times"].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5, atol=1e-7)

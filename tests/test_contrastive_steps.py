@@ -27,6 +27,12 @@ def two_towers(params, batch):
     return sum(both) / 2
 
 
+def diagonal_pairs(params, batch):
+    """The same, as those write it who read the pairs that belong together off the diagonal."""
+    scores = encode(params["image"], batch["image"]) @ encode(params["text"], batch["text"]).T
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(scores)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0)))
+
+
 def two_views(params, batch):
     """Every view against all others of the batch but itself (SimCLR)."""
     codes = encode(params["image"], jnp.concatenate([batch["image"], batch["text"]]))
@@ -54,7 +60,15 @@ def mixed_features(params, batch):
     return jnp.mean(((0.7 * hidden + 0.3 * hidden[::-1]) @ params["image"]["v"] - batch["text"][:, :CODE]) ** 2)
 
 
-LOSSES = [two_towers, jax.checkpoint(two_towers), two_views, hardest_triplets, hardest_half, mixed_features]
+LOSSES = [
+    two_towers,
+    jax.checkpoint(two_towers),
+    diagonal_pairs,
+    two_views,
+    hardest_triplets,
+    hardest_half,
+    mixed_features,
+]
 METHODS = {
     "data": autopar.DataParallel(),
     "microbatches": autopar.DataParallel(num_microbatches=4),

@@ -47,6 +47,20 @@ def test_first_nan_is_named_with_its_line(method):
     assert np.isfinite(params[0]["w"]).all(), "the arguments are still there"
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_that_jax_is_told_to_look_for_is_raised_as_by_jit(method):
+    how, count = METHODS[method]
+    step, params, batch = (
+        autopar.parallelize(sgd(logarithms), method=how, devices=devices(count)),
+        mlp_params(),
+        mlp_batch(),
+    )
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jax.jit(sgd(logarithms))(params, batch)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) encountered in .*check_finite=True"):
+        step(params, batch)
+
+
 def test_only_the_microbatch_with_the_nan_is_named():
     def loss(params, batch):
         h, y = batch

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import ReplicatedWarning
+from tests.small_steps import draw
 
 WORDS = 5003
 
@@ -79,3 +80,17 @@ def test_a_state_that_was_split_is_taken_with_a_smaller_last_batch():
     expected, _ = plain(*[plain(params, batch)[0], regression(12)[1]])
     found, _ = step(step(params, batch)[0], regression(12)[1])
     check_equal(found, expected)
+
+
+def test_what_has_no_elements_is_no_part_of_a_collective():
+    def train_step(params, batch):
+        def loss_fn(params):
+            return jnp.mean((jax.lax.cummax(batch["x"] @ params["first"], axis=1) @ params["second"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = {"first": draw(0, 8, 32), "second": draw(1, 32, 4)}
+    batch = {"x": draw(2, 16, 8), "y": draw(3, 16, 4)}
+    step = autopar.parallelize(train_step, method=autopar.Auto(num_stages=2))
+    check_equal(step(params, batch), jax.jit(train_step)(params, batch))

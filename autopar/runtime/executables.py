@@ -5,15 +5,16 @@ runtime imports nothing of the compiler, so that either can be replaced without 
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.api_util import InternalFloatingPointError  # what compiled functions raise has no public name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -25,6 +26,19 @@ from autopar.runtime.interfaces import Device
 
 _PINNED = "pinned_host"
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+@contextmanager
+def debugging() -> Generator[None]:
+    """A context in which what `jax_debug_nans` and `jax_debug_infs` find is raised as by `jax.jit`."""
+    try:
+        yield
+    except InternalFloatingPointError as error:
+        raise FloatingPointError(
+            f"invalid value ({error.ty}) encountered in {error.name}, an executable of the parallelized step. "
+            "Parallelize with check_finite=True, without jax_debug_nans and jax_debug_infs, to be told the line, the "
+            "stage and the microbatch."
+        ) from None
 
 
 def jax_dtype(name: str) -> Any:

@@ -19,6 +19,7 @@ from operator import methodcaller
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import KEY_BYTES
@@ -26,12 +27,13 @@ from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run
 from autopar.runtime.executables import (
     compile_all,
     compile_at_first_call,
+    debugging,
     jaxpr_as_fun,
     mesh_of,
     sharding_of,
     without_mesh,
 )
-from autopar.runtime.inputs import lies, placement
+from autopar.runtime.inputs import donated_leaves, lies, own_copy, placement, with_own_donated
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.results import ReadResult, collection
@@ -111,6 +113,7 @@ class InProcess:
             results=collection(program, slots, layouts),
             functions=functions,
             whole=None if whole is None else functions[whole],
+            donated=donated_leaves(program),
             keys=_keys(program, layouts),
             context=errors or nullcontext(),
             progress=progress,
@@ -133,6 +136,8 @@ class InProcessProgram:
     """The executables by name, as JAX compiled them unless that waits for the first call."""
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
+    donated: Sequence[int]
+    """The arguments that some executable overwrites."""
     keys: Sequence[tuple[int, NamedSharding]]
     """The arguments that are random keys, by their places, and their layouts."""
     context: AbstractContextManager[None]
@@ -148,14 +153,20 @@ class InProcessProgram:
             return self._step(leaves)  # which places keys, and says which array is deleted
         try:
             # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
-            with _starting:
-                return self.whole(*leaves)[: len(self.results)]
+            with _starting, debugging():
+                own = with_own_donated(leaves, self.donated)
+                own = [own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own]
+                return self.whole(*own)[: len(self.results)]
         except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
-            return self._step(leaves)
+            pass
+        except jax.errors.JaxRuntimeError as error:  # what JAX may not bring here by itself is placed
+            if "Disallowed" not in str(error):
+                raise
+        return self._step(leaves)
 
     def _step(self, leaves: Sequence[Any]) -> list[Any]:
         with self.context, without_mesh():
-            with _starting:
+            with _starting, debugging():
                 env = self.place(leaves) + self.unset
                 self.progress.begin()
                 for run in self.steps:

@@ -15,6 +15,7 @@ they wait for each other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -26,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from autopar.errors import DonatedBuffer, InvalidArgument
-from autopar.ir.program import Program, Window
+from autopar.ir.program import Program, Run, Window
 from autopar.runtime.executables import jax_dtype
 from autopar.runtime.interfaces import Device
 
@@ -170,8 +171,11 @@ def placement(
         if item.constant is not None
     ]
 
+    donated = donated_leaves(program)
+
     def place(arguments: Sequence[Any]) -> list[Any]:
         types.check(arguments)
+        arguments = with_own_donated(arguments, donated)
         placed: list[Any] = [None] * len(program.inputs)
         moves: Moves = []
         for leaf in leaves:
@@ -187,10 +191,42 @@ def placement(
     return place
 
 
+def donated_leaves(program: Program) -> tuple[int, ...]:
+    """The arguments that some executable overwrites."""
+    leaf_of = {(item.mesh, item.value): item.leaf for item in program.inputs if item.leaf is not None}
+    found: set[int] = set()
+    for number, mesh in enumerate(program.meshes):
+        for run in mesh.instructions:
+            if isinstance(run, Run):
+                names = [run.inputs[position] for position in program.executables[run.executable].donated]
+                found |= {leaf_of[number, name] for name in names if (number, name) in leaf_of}
+    return tuple(sorted(found))
+
+
+def with_own_donated(leaves: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
+    """The arguments, with copies of donated arrays that are passed in other places as well.
+
+    A buffer cannot be overwritten and read; on several devices such a call ends the process in jaxlib 0.10.
+    """
+    if not donated:
+        return leaves
+    times = Counter(map(id, leaves))
+    shared = {i for i in donated if times[id(leaves[i])] > 1 and isinstance(leaves[i], jax.Array)}
+    return [leaf.copy() if i in shared else leaf for i, leaf in enumerate(leaves)] if shared else leaves
+
+
+def own_copy(leaf: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
+    """The leaf on the host, in memory that nobody writes to: `device_put` reads it after it has returned.
+
+    On CPU devices it even takes it over, and a caller that fills one buffer again and again would change earlier calls.
+    """
+    return np.array(leaf, dtype=dtype, copy=None if isinstance(leaf, jax.Array) else True)
+
+
 def _place(leaf: ArgumentUses, argument: Any, placed: list[Any], moves: Moves) -> None:
     is_array = isinstance(argument, jax.Array)
     if not is_array:
-        argument = np.asarray(argument)
+        argument = own_copy(argument)
     for use in leaf.whole:
         if is_array and lies(argument, use.sharding):
             placed[use.place] = argument

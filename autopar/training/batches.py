@@ -20,6 +20,7 @@ from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import InvalidArgument
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
+from autopar.runtime.inputs import own_copy
 from autopar.training.array_placement import (
     ArgumentPlacement,
     LeafPlacement,
@@ -87,7 +88,7 @@ def _argnum(like: Step | Compiled, argnum: int | None) -> int:
 def _here(place: LeafPlacement, leaf: Any, arrangement: ArgumentPlacement, devices: Any) -> jax.Array:
     sharding = arrangement.sharding(place, devices)
     if not callable(leaf):
-        return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), sharding)
+        return jax.device_put(leaf if isinstance(leaf, jax.Array) else own_copy(leaf), sharding)
     from autopar.runtime.distributed.host_batches import loaded
 
     def load(index: Any) -> np.ndarray[Any, Any]:
@@ -115,4 +116,4 @@ def _on_cluster(session: Any, arrangement: ArgumentPlacement, leaves: list[tuple
 def _words(leaf: Any, place: LeafPlacement) -> np.ndarray[Any, Any]:
     if place.kind.dtype in KEY_IMPLEMENTATIONS:
         return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf, dtype=jax.numpy.dtype(place.kind.dtype))
+    return own_copy(leaf, jax.numpy.dtype(place.kind.dtype))

@@ -266,6 +266,8 @@ EQUATIONS: dict[str, Case] = {
     "iota of bytes": ("iota", lambda: lax.broadcasted_iota(jnp.uint8, (256, 2), 0), ()),
     "iota in sixteen bits": ("iota", lambda: lax.iota(jnp.bfloat16, 6000), ()),
     "slice": ("slice", lambda x: x[:, 1:9:2], (MATRIX,)),
+    "slice of nothing": ("slice", lambda x: x[:, 3:3], (MATRIX,)),
+    "sum of nothing": ("reduce_sum", lambda x: x.sum(1), (real(8, 0),)),
     "slice from one dimension of three": ("slice", lambda x: x[:, 2:5], (real(8, 8, 16),)),
     "slice of keys": ("slice", lambda k: k[:, 1:3], (keys(8, 4),)),
     "dynamic slice": ("dynamic_slice", lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 16)), (MATRIX, jnp.asarray(7))),

@@ -202,6 +202,20 @@ def test_batches_are_placed_and_may_load_themselves_by_their_ranges():
     assert {(part.start, part.stop) for part, _ in asked} == {(i, i + 4) for i in range(0, ROWS, 4)}
 
 
+def test_a_function_that_loads_may_fill_the_same_buffer_for_every_range():
+    step = autopar.parallelize(train_step, method=METHODS["shard"])
+    create_state(init_fn, jax.random.key(0), like=step, batch=BATCH)
+    batch = draw_batch(1)
+    room = np.zeros(ROWS * 8 + 16, np.float32)
+    buffer = room[-room.ctypes.data % 64 // 4 :][: 4 * 8].reshape(4, 8)  # where JAX would take it over as it is
+
+    def load(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        np.copyto(buffer, batch["x"][index[0]])
+        return buffer[:, index[1]]
+
+    assert_same(shard_batch({"x": load, "y": batch["y"]}, like=step), jax.tree.map(jnp.asarray, batch))
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -16,19 +16,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.primitive_rules import has_rule
+from autopar.errors import Unsupported
 
 
 def normalize_step(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """Return a traced step in normal form, without primitives that have an implementation of traceable code."""
-    normal = normalize(closed)
+    _check_refs(closed)
+    normal = normalize(jc.without_refs(closed))
     if not any(_may_expand(eqn) for eqn in jc.all_equations(normal)):
         return normal
     return normalize(rewrite(normal, _expanded))
+
+
+def _check_refs(closed: jc.ClosedJaxpr) -> None:
+    """Raise `Unsupported` for a reference that a step reads or writes and did not make."""
+    jaxpr, consts = jc.open_jaxpr(closed)
+    theirs = {v for v, const in zip(jaxpr.constvars, consts, strict=True) if isinstance(const, jax.Ref)}
+    for eqn in jaxpr.eqns:
+        if not theirs.isdisjoint(jc.operands(eqn)):
+            raise Unsupported(
+                f"{jc.describe(eqn)} uses a jax.Ref that was made outside of the step, and devices do not share one. "
+                "Make it inside of the step by jax.new_ref, or pass its value as an argument, return the new one, and "
+                "write that into the reference after the call."
+            )
 
 
 def _may_expand(eqn: jc.JaxprEqn) -> bool:

@@ -27,6 +27,7 @@ from jax._src import (
 )
 from jax._src.interpreters import mlir as mlir_private  # the lowerings by platform have no public reader
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover, a trace no public type
+from jax._src.state import discharge  # references have no public way out of a program
 from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
@@ -116,6 +117,12 @@ def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(fun)(*map(_bare, avals))
 
 
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with the references that it makes itself as values: each write makes another one."""
+    own = any(isinstance(effect, core.InternalMutableArrayEffect) for effect in closed.effects)
+    return discharge.discharge_state(closed) if own else closed
+
+
 def _bare(aval: Any) -> Any:
     bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_weak(aval))
     if getattr(aval, "memory_space", None) != jax.memory.Space.Host:
@@ -158,7 +165,7 @@ def _bound_in_place(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, An
         return None
     if not eqn.source_info.traceback or not is_plain(primitive) or config.eager_constant_folding.value:
         return None
-    info, params = _source_info_of(eqn), {**eqn.params, **changes} if changes else eqn.params
+    info, params = SourcePlace.here().source_info(eqn), {**eqn.params, **changes} if changes else eqn.params
     tracers = [
         arg
         if type(arg) is partial_eval.DynamicJaxprTracer and arg._trace is trace  # pyright: ignore[reportPrivateUsage]
@@ -221,13 +228,8 @@ def under_mesh(mesh: jax.sharding.AbstractMesh) -> Generator[None]:
 
 def under_scope_of(eqn: JaxprEqn) -> Any:
     """A context in which newly traced equations carry `eqn`'s name stack and source line."""
-    source_info = _source_info_of(eqn)
+    source_info = SourcePlace.here().source_info(eqn)
     return source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack)
-
-
-def _source_info_of(eqn: JaxprEqn) -> Any:
-    """Return the name stack and line of an equation that is written down again, within the scopes around it."""
-    return SourcePlace.here().source_info(eqn)
 
 
 class SourcePlace(NamedTuple):
@@ -550,11 +552,6 @@ def says_where(closed: ClosedJaxpr) -> bool:
         return True
     made = (v for eqn in all_equations(jaxpr) for v in eqn.outvars)
     return any(type(v.aval) is ShapedArray and not v.aval.sharding.mesh.empty for v in (*jaxpr.invars, *made))
-
-
-def value_like(v: Var) -> Var:
-    """A new variable of the same type."""
-    return value_of_type(v.aval)
 
 
 def value_of_type(aval: Any) -> Var:

@@ -32,7 +32,7 @@ def copy_program(closed: jc.ClosedJaxpr, replacement: Replacement, place: jc.Sou
     """Return the program of the same inputs in which equations are replaced."""
     jaxpr, consts = jc.open_jaxpr(closed)
     copier = Copier()
-    inputs = [jc.value_like(v) for v in jaxpr.invars]
+    inputs = [jc.value_of_type(v.aval) for v in jaxpr.invars]
     results = copier.run(jaxpr, consts, inputs, replacement, place)
     return jc.program_of(closed, inputs, results, copier.eqns, copier.consts.values())
 
@@ -69,7 +69,7 @@ class Copier:
                 unknown = [atom for atom in given if isinstance(atom, jc.Var)]
                 made = self.run(*jc.open_jaxpr(_on_literals(eqn, given, place)), unknown, place=place)
             elif replaced is None:
-                made = [jc.value_like(v) for v in eqn.outvars]
+                made = [jc.value_of_type(v.aval) for v in eqn.outvars]
                 self.eqns.append(place.equation(eqn, given, made))
             else:
                 inner = replacement if replaced.again else None

@@ -5,6 +5,7 @@
     shard_map, pmap                         the same function under `jax.vmap` (`manual_regions`)
     collectives over an axis of `jax.vmap`  reductions of the mapped dimension
     while, mapped by `jax.vmap`             a loop until the last example has ended; the others keep their results
+    platform_dependent, inside of kernels   the branch that is not for kernels, such as the gather of `jnp.diag`
     reshape that reads in another order     a transpose, then a plain reshape
     tile of rows, a few times               a concatenation of them
 
@@ -87,6 +88,9 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
             return evaluate_jaxpr(*jc.open_jaxpr(jp.linear_solver(eqn)), jp.solver_operands(eqn, values), _inlined)
     if eqn.primitive.name == "while" and jp.while_of(eqn).cond.out_avals[0].shape:
         return _until_all_end(eqn, values)
+    if (branch := jp.branch_of_devices(eqn)) is not None:
+        with jc.under_scope_of(eqn):
+            return evaluate_jaxpr(*jc.open_jaxpr(branch), values[1:], _inlined)
     if called is None:
         return jc.bind_equation(eqn, values, _with_inlined_bodies(eqn))
     asked_in, asked_out = jp.jit_shardings(eqn)

@@ -34,6 +34,9 @@ def parameters(eqn: JaxprEqn) -> Mapping[str, Any]:
 
 # Loops, branches and calls
 
+_INSIDE_OF_KERNELS = {"mosaic", "mosaic_gpu"}
+"""The platforms that are languages of Pallas kernels, and no devices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
@@ -114,6 +117,16 @@ def targets_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 def branches_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     """The branches of a `cond` equation, by the number that its first operand gives."""
     return tuple(eqn.params["branches"])
+
+
+def branch_of_devices(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the one branch of a `platform_dependent` that devices take; the others are for Pallas kernels."""
+    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if platforms is None:
+        return None
+    each = zip(branches_of(eqn), platforms, strict=True)
+    taken = [branch for branch, names in each if names is None or not _INSIDE_OF_KERNELS.issuperset(names)]
+    return taken[0] if len(taken) == 1 else None
 
 
 def bodies_of(eqn: JaxprEqn) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ def _adding(
     for a in totals:
         avals = _struct(graph, a.operand), made[a.operand].aval
         added, added_consts = jc.open_jaxpr(_addition(a.kind, a.axis, graph.num_microbatches, avals))
-        inputs.append(jc.value_like(added.invars[0]))
+        inputs.append(jc.value_of_type(added.invars[0].aval))
         results += copier.run(added, added_consts, [inputs[-1], made[a.operand]])
     kept = [*zip(jaxpr.constvars, consts, strict=True), *copier.consts.values()]
     return jc.program_of(task.jaxpr, inputs, results, [*jaxpr.eqns, *copier.eqns], kept)

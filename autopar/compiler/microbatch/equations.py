@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.compiler.frontend.batch_dimensions import batch_axes
 from autopar.compiler.jaxprs import compat as jc
@@ -91,7 +92,7 @@ class Scope:
 
 
 def _is_zero(atom: jc.Literal) -> bool:
-    return getattr(atom.aval, "shape", None) == () and bool(atom.val == 0)
+    return getattr(atom.aval, "shape", None) == () and not np.any(atom.val)
 
 
 def make_step(

@@ -71,7 +71,7 @@ class _Completion:
         if isinstance(atom, jc.Literal) or (atom not in self.differentiated and atom not in self.of_batch):
             return atom
         if atom not in self.completed:
-            self.completed[atom] = jc.value_like(atom)
+            self.completed[atom] = jc.value_of_type(atom.aval)
             one = self.accumulations.get(atom.aval) or self.accumulations.setdefault(
                 atom.aval, _accumulation(atom.aval)
             )

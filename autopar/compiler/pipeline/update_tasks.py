@@ -361,7 +361,7 @@ class UpdateRounds:
 
         def copy(key: ValueKey) -> jc.Var:
             v, tag = key
-            return v if tag is None else copies.setdefault(key, jc.value_like(v))
+            return v if tag is None else copies.setdefault(key, jc.value_of_type(v.aval))
 
         eqns = [
             self.eqns[i].replace(

@@ -52,6 +52,9 @@ def apply_steps(x: Any, steps: Sequence[ReshardStep], mesh: LogicalMesh, shape: 
         # There is no sum of booleans. As a byte each takes as much memory as before.
         return apply_steps(x.astype(jnp.uint8), steps, mesh, shape, source).astype(jnp.bool_)
     layout = without_ones(source, mesh)
+    if 0 in shape:  # XLA has no collectives of nothing
+        part = local_shape(shape, functools.reduce(after, steps, layout), mesh)
+        return jnp.zeros((*part, *x.shape[len(shape) :]), x.dtype)
     for step in steps:
         layout = after(layout, step)
         x = _apply(x, step, mesh, local_shape(shape, layout, mesh))

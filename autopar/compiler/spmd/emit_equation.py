@@ -176,7 +176,7 @@ def take_part(whole: Any, layout: Layout, mesh: LogicalMesh) -> Any:
     shape = local_shape(whole.shape, layout, mesh)
     for dim, axes in enumerate(layout.dims):
         whole = padded(whole, dim, [mesh.shape[axis] for axis in axes])
-    starts = [position(axes, mesh) * size for axes, size in zip(layout.dims, shape, strict=True)]
+    starts = [_jnp.int32(position(axes, mesh) * size) for axes, size in zip(layout.dims, shape, strict=True)]
     return _lax.dynamic_slice(whole, starts, shape)
 
 

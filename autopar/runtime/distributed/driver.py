@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument
-from autopar.ir.program import Program, Run
+from autopar.ir.program import Program
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.host_checks import kinds_of_kept_values
 from autopar.runtime.distributed.input_routing import InputRouting, route_inputs
@@ -20,7 +20,7 @@ from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.pieces import placed_output, program_layouts
 from autopar.runtime.distributed.session import Session
 from autopar.runtime.finite import kinds_of_values
-from autopar.runtime.inputs import ArgumentType, argument_types
+from autopar.runtime.inputs import ArgumentType, argument_types, donated_leaves, own_copy
 from autopar.runtime.timeline import InstructionTime
 from autopar.runtime.unfinished import UnfinishedTask
 
@@ -45,7 +45,7 @@ class ClusterProgram:
         self.results = [placed_output(program, output, layouts) if output.parts else None for output in outputs]
         self.literals = [output.literal for output in outputs]
         self.result_layouts = [None if placed is None else session.number_of_layout(placed) for placed in self.results]
-        self.donated = _donated_leaves(program)
+        self.donated = donated_leaves(program)
         self._routings: dict[tuple[int, ...], tuple[int, InputRouting, list[tuple[Any, ...]]]] = {}
         self._routings_sent: set[int] = set()
         self.ordinals = [
@@ -173,16 +173,4 @@ def kinds_of_distributed_values(session: Session, values: Sequence[Any]) -> list
 def _words(leaf: Any, wanted: ArgumentType) -> np.ndarray[Any, Any]:
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf, dtype=wanted.dtype)
-
-
-def _donated_leaves(program: Program) -> tuple[int, ...]:
-    """The arguments that some executable overwrites."""
-    leaf_of = {(item.mesh, item.value): item.leaf for item in program.inputs if item.leaf is not None}
-    found: set[int] = set()
-    for number, mesh in enumerate(program.meshes):
-        for run in mesh.instructions:
-            if isinstance(run, Run):
-                names = [run.inputs[position] for position in program.executables[run.executable].donated]
-                found |= {leaf_of[number, name] for name in names if (number, name) in leaf_of}
-    return tuple(sorted(found))
+    return own_copy(leaf, wanted.dtype)

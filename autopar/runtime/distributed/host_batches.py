@@ -20,6 +20,7 @@ from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.session import Session
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
+from autopar.runtime.inputs import own_copy
 from autopar.runtime.transfer.tiles import Box
 
 Load = Callable[[tuple[slice, ...]], Any]
@@ -94,7 +95,7 @@ def _box(item: Brought, box: Box) -> np.ndarray[Any, Any]:
 def loaded(load: Load, index: tuple[slice, ...], shape: tuple[int, ...], dtype: str, name: str) -> np.ndarray[Any, Any]:
     """Return the range that a function loads, as the step takes it. Raises `InvalidArgument` for another shape."""
     try:
-        array = np.asarray(load(index))
+        array = own_copy(load(index))
     except Exception as error:
         raise InvalidArgument(
             f"The function for {name} raised {type(error).__name__} for the index {index}: {error}. It is called in "

@@ -172,6 +172,18 @@ def test_a_mean_over_a_mapped_axis_has_a_gradient_without_collectives() -> None:
     assert "psum" not in primitives(normalize(closed))
 
 
+def test_branches_for_kernels_alone_are_no_choice() -> None:
+    def diagonals(x: jax.Array) -> jax.Array:
+        return jnp.diag(x) + jax.grad(lambda x: jnp.sum(jnp.diagonal(x) ** 2))(x)[0]
+
+    x = jnp.arange(16.0).reshape(4, 4)
+    normal = normalize(jax.make_jaxpr(diagonals)(x))
+    assert not {"cond", "platform_index"} & {eqn.primitive.name for eqn in jc.all_equations(normal)}
+    np.testing.assert_allclose(jc.jaxpr_as_fun(normal)(x)[0], diagonals(x))
+    chosen = jax.make_jaxpr(lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos))(x)
+    assert "cond" in {eqn.primitive.name for eqn in jc.all_equations(normalize(chosen))}
+
+
 def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
     def function(x):
         return lax.reshape(x, (2, 6), dimensions=(1, 0))

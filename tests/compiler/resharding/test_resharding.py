@@ -167,6 +167,14 @@ def test_every_pair_of_layouts_is_exact_and_moves_what_is_planned(shape, mesh):
     check_moves_as_planned(compiled, pairs, shape, mesh)
 
 
+def test_an_array_without_elements_is_resharded_without_collectives():
+    mesh, shape = mesh_of(2, 4), (8, 0)
+    for source, target in itertools.product(with_partial_sums(shape, mesh), repeat=2):
+        steps = reshard_steps(source, target, shape, mesh)
+        part = jnp.zeros(local_shape(shape, source, mesh))
+        assert apply_steps(part, steps, mesh, shape, source).shape == local_shape(shape, target, mesh)
+
+
 def orders_of(shape, mesh):
     """Every layout without partial sums, the axes of a dimension in any order."""
     for layout in all_layouts(shape, mesh):

@@ -39,6 +39,12 @@ def test_parts_of_random_bits_of_sixty_four_are_those_of_the_whole():
     check_every_strategy(eqn, operands, GRID, "64 bits")
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["random bits of several keys", "random bits of another generator"])
+def test_bits_drawn_whole_are_divided_in_a_program_of_sixty_four_bits(name):
+    check_every_strategy(*equation(*EQUATIONS[name]), GRID, name)
+
+
 def check_every_strategy(eqn: jc.JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh, name: str) -> None:
     """Compare the devices' results, all strategies in one program, with one device's."""
     every = strategies_of(eqn, mesh)

@@ -329,7 +329,7 @@ def _with_totals(program: jc.ClosedJaxpr, added: Sequence[bool]) -> jc.ClosedJax
     for place, (v, is_added) in enumerate(zip(body.outvars, added, strict=True)):
         if is_added and isinstance(v, jc.Var):
             (add,) = jc.open_jaxpr(jc.trace(operator.add, [v.aval, v.aval]))[0].eqns
-            total, result = jc.value_like(v), jc.value_like(v)
+            total, result = jc.value_of_type(v.aval), jc.value_of_type(v.aval)
             sums.append(add.replace(invars=[total, v], outvars=[result]))
             totals.append(total)
             results[place] = result
