@@ -177,6 +177,12 @@ class _Fusion:
     """The array of which each view is one."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
     readers: defaultdict[Any, list[int]] = field(default_factory=lambda: defaultdict[Any, list[int]](list))
+    operands: list[list[Any]] = field(default_factory=list[list[Any]])
+    """The arrays that each equation reads, those of views; None for a literal."""
+    made: list[int] = field(default_factory=list[int])
+    """The bytes of the results of each equation."""
+    extents: list[int] = field(default_factory=list[int])
+    """The most elements of one of them."""
     kinds: list[FusionKind] = field(default_factory=list[FusionKind])
     levels: list[int] = field(default_factory=list[int])
     """The most products and reductions on a path to an equation."""
@@ -235,12 +241,12 @@ class _Fusion:
         """
         sources: dict[int, frozenset[Any]] = {}
         for number, eqn in enumerate(self.jaxpr.eqns):
-            operands = [v for v in self._operands(number) if v is not None]
+            operands = [v for v in self.operands[number] if v is not None]
             computed = self.kinds[number] == "fused" and number not in self.stored and number not in self.ends
             if computed:
                 read = (sources[self.makers[v]] if v in self.makers else frozenset([v]) for v in operands)
                 sources[number] = frozenset[Any]().union(*read)
-                again, made = len(self.kernels.get(number, ())) - 1, sum(_bytes(eqn.outvars))
+                again, made = len(self.kernels.get(number, ())) - 1, self.made[number]
                 taken = sum(aval_bytes(v.aval) for v in sources[number])
                 if self._num_readers(number) > 1 and again * taken > _KEPT_FROM * (again + 2) * made:
                     self.shared.add(number)
@@ -284,7 +290,7 @@ class _Fusion:
             return False
         eqn = self.jaxpr.eqns[number]
         takes = self.kinds[number] == "fused" if self.rules.fuses_products else eqn.primitive.name in _SUMS
-        return takes and extent(eqn.outvars) == extent(self.jaxpr.eqns[product].outvars)
+        return takes and self.extents[number] == self.extents[product]
 
     def _is_product(self, number: int) -> bool:
         """Return true for a product whose kernel does more than the product."""
@@ -296,7 +302,7 @@ class _Fusion:
         elements, behind = extent(self.jaxpr.eqns[number].invars), self.behind[number]
         if self.rules.fuses_products and len(behind) == 1:
             (product,) = behind
-            if self._is_product(product) and extent(self.jaxpr.eqns[product].outvars) == elements:
+            if self._is_product(product) and self.extents[product] == elements:
                 return self._kernel_of(product)
         return (self.levels[number], elements)
 
@@ -313,12 +319,12 @@ class _Fusion:
     def _root(self, atom: Any) -> Any:
         return None if isinstance(atom, jc.Literal) else self.roots.get(atom, atom)
 
-    def _operands(self, number: int) -> list[Any]:
-        return [self._root(atom) for atom in self.jaxpr.eqns[number].invars]
-
     def _note(self, number: int, eqn: jc.JaxprEqn) -> None:
         """Note an equation's kind, level and operands."""
-        operands = self._operands(number)
+        operands = [self._root(atom) for atom in eqn.invars]
+        self.operands.append(operands)
+        self.made.append(sum(_bytes(eqn.outvars)))
+        self.extents.append(extent(eqn.outvars))
         makers = [self.makers[v] for v in operands if v in self.makers]
         kind = kind_beside_products(eqn) if self.rules.fuses_products else kind_of(eqn)
         if kind == "fused" and operands and all(v is None for v in operands):
@@ -350,7 +356,7 @@ class _Fusion:
         eqn, kind = self.jaxpr.eqns[number], self.kinds[number]
         if kind == "view":
             return
-        own: _Kernel = (self.levels[number], extent(eqn.outvars))
+        own: _Kernel = (self.levels[number], self.extents[number])
         readers = [reader for v in eqn.outvars for reader in self.readers[v]]
         if kind == "apart" or number in self.ends:
             own = self._kernel_of(self.ends[number]) if number in self.ends else ("apart", number)
@@ -399,13 +405,13 @@ class _Fusion:
         """Return true if what reads an array needs it in another layout."""
         if reader < 0 or not self.rules.transposes_operands:
             return False
-        operands = self._operands(reader)
+        operands = self.operands[reader]
         return any(operands[place] is v for place in self.layouts.transposed[reader])
 
     def _grows(self, number: int) -> bool:
         """Return true if what an equation makes is larger than what it reads."""
         eqn = self.jaxpr.eqns[number]
-        return sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
+        return self.made[number] > sum(_bytes(eqn.invars))
 
     def _find_largest(self) -> None:
         """Note the bytes of the largest array in memory that each equation is computed from."""
@@ -414,7 +420,7 @@ class _Fusion:
             if self.kinds[number] != "fused" or number in written:
                 self.largest.append(0 if self.kinds[number] == "constant" else max(_bytes(eqn.outvars), default=0))
                 continue
-            operands = {v for v in self._operands(number) if v is not None}
+            operands = {v for v in self.operands[number] if v is not None}
             made = [self.largest[self.makers[v]] if v in self.makers else aval_bytes(v.aval) for v in operands]
             self.largest.append(max(made, default=0))
 
@@ -435,8 +441,8 @@ class _Fusion:
             if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
                 continue
             for kernel in sorted(kernels, key=str) if len(kernels) > 1 else kernels:
-                moved = float(sum(_bytes(eqns[number].outvars))) if self._stores(number, kernel) else 0.0
-                for place, v in enumerate(self._operands(number)):
+                moved = float(self.made[number]) if self._stores(number, kernel) else 0.0
+                for place, v in enumerate(self.operands[number]):
                     maker = self.makers.get(v)
                     if v is None:
                         continue
@@ -499,7 +505,7 @@ class _Fusion:
                 continue
             nbytes = self._kept_share(v) * aval_bytes(v.aval)
             if eqns[number].primitive.name in CUTS:
-                nbytes = min(nbytes, sum(_bytes(eqns[number].outvars)))
+                nbytes = min(nbytes, self.made[number])
             touches.append(Touch(last[groups.find((number, kernel))], v, nbytes, number, place))
         for number, kernel in parts:
             payer = self.ends.get(number, number)
@@ -555,7 +561,7 @@ class _Fusion:
         for v in dict.fromkeys(self.jaxpr.invars[self.stacks.inputs_from :]):
             number = next((n for n in self.readers[v] if n >= 0 and self.kinds[n] == "apart"), None)
             if number is not None:
-                reads[number][self._operands(number).index(v)] += 2
+                reads[number][self.operands[number].index(v)] += 2
                 kernels[number] += 1
         for v in (self._root(atom) for atom in self.jaxpr.outvars[self.stacks.results_from :]):
             number = self.makers.get(v)
@@ -576,7 +582,7 @@ class _Fusion:
             return
         copied: set[Any] = set()
         for number, eqn in enumerate(self.jaxpr.eqns):
-            v = self._operands(number)[1] if reads_transposed(eqn) else None
+            v = self.operands[number][1] if reads_transposed(eqn) else None
             maker = self.makers.get(v)
             if v is not None and v not in copied and (maker is None or self.kinds[maker] != "fused"):
                 copied.add(v)
@@ -600,7 +606,7 @@ class _Fusion:
             again = len({v.aval.dtype for v in made if _END in self.readers[v]}) - 1
             seen: set[Any] = set()
             for number in updating if again >= 0 else ():
-                for place, v in enumerate(self._operands(number)):
+                for place, v in enumerate(self.operands[number]):
                     copied = v in inputs and extent([v]) == extent([gradient])
                     if v not in seen and (v is gradient or copied):
                         seen.add(v)
@@ -617,7 +623,7 @@ class _Fusion:
         while left:
             if (number := left.pop()) not in found:
                 found.add(number)
-                makers = {self.makers.get(v, _END) for v in self._operands(number)} - self.stored
+                makers = {self.makers.get(v, _END) for v in self.operands[number]} - self.stored
                 left += [maker for maker in makers if maker >= 0 and self.kinds[maker] == "fused"]
         return sorted(found)
 
@@ -634,7 +640,7 @@ class _Fusion:
         seen: defaultdict[Any, set[Hashable]] = defaultdict(set[Hashable])
         for number, transposed in enumerate(self.layouts.transposed):
             for place, layout in transposed.items():
-                v = self._operands(number)[place]
+                v = self.operands[number][place]
                 if self.kinds[number] == "view" or layout in seen[v] or not self._is_copied(v, number):
                     continue
                 payer, maker = number, self.makers.get(v)
@@ -670,7 +676,7 @@ class _Fusion:
         """Count what a stack of an input of the body takes with the first equation that reads it."""
         number = next((n for n in self.readers[v] if n >= 0), None)
         if number is not None:
-            reads[number][self._operands(number).index(v)] += 3
+            reads[number][self.operands[number].index(v)] += 3
             kernels[number] += 1
 
 

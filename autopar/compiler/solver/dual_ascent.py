@@ -15,13 +15,13 @@ assignments that contain it, so that options (and pairs) too costly for the opti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.compiler.solver.level_sweeps import LevelSweeps
 from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, WorkBudget, assignment_cost
+from autopar.compiler.solver.rounding import surest_first
 
 MAX_SWEEPS = 400
 WINDOW = 8
@@ -56,6 +56,7 @@ class Ascent:
     """A constant that every value includes and the problem does not; rounding errors grow with it."""
     offered: Assignment | None = None
     """The last assignment that was offered: sweeps often round to one over and over."""
+    roundings: int = 0
 
     @classmethod
     def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:
@@ -75,15 +76,19 @@ class Ascent:
         """Sweep from the last node to the first."""
         self.bound = self.swept.sweep_back(self.bound, self.least_of_options)
 
-    def sweep_forward(self) -> Assignment:
-        """Sweep from the first node to the last, rounding."""
-        self.bound, chosen = self.swept.sweep_forward(self.bound, self.least_of_options)
-        return tuple(chosen.tolist())
+    def sweep_forward(self) -> None:
+        """Sweep from the first node to the last."""
+        self.bound = self.swept.sweep_forward(self.bound, self.least_of_options)
 
     @property
     def least(self) -> list[FloatArray]:
         """A bound for each option of every node: no assignment that contains it costs less."""
         return self.swept.split(self.least_of_options)
+
+    def round(self) -> None:
+        """Round the costs as moved to an assignment, in one way and the other by turns."""
+        self.roundings += 1
+        self.offer(surest_first(self.problem, self.swept, by_all=self.roundings % 2 == 0))
 
     def offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is the best so far."""
@@ -134,7 +139,7 @@ def ascend(
     *,
     most_sweeps: int = MAX_SWEEPS,
     at_length: bool = False,
-    local_search: bool = True,
+    rounds: bool = True,
 ) -> bool:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it.
 
@@ -147,46 +152,21 @@ def ascend(
         least_progress = LEAST_CLOSED_AT_LENGTH
     ascent.sweep_back()
     window_start = -np.inf
-    for sweep in range(most_sweeps):
-        rounded = ascent.sweep_forward()
+    for sweep in range(1, most_sweeps + 1):
+        ascent.sweep_forward()
         ascent.sweep_back()
-        ascent.offer(rounded)
-        if sweep % WINDOW == WINDOW - 1:
-            if local_search:
-                ascent.offer(improved(ascent.problem, rounded))
-            gap = ascent.value - ascent.bound
-            if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < SHARE_TO_START_AGAIN:
-                return False
-            window_start = ascent.bound
         budget.spend(work_of_sweep)
-        if ascent.closed or budget.is_spent:
-            return False
-    return True
-
-
-def improved(problem: MRF, assignment: Sequence[int]) -> Assignment:
-    """An assignment in which no single node can do better: node after node takes its best option."""
-    links: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.costs]
-    for (i, j), matrix in problem.edges.items():
-        links[i].append((j, matrix.T))
-        links[j].append((i, matrix))
-    chosen = list(assignment)
-    waiting = [True] * len(chosen)  # where a neighbour's option changed since a node's was chosen
-    for _ in range(10):
-        if not any(waiting):
-            break
-        for node, cost in enumerate(problem.costs):
-            if not waiting[node]:
-                continue
-            waiting[node] = False
-            for other, by_other in links[node]:
-                cost = cost + by_other[chosen[other]]
-            best = int(cost.argmin())
-            if cost[best] < cost[chosen[node]]:
-                chosen[node] = best
-                for other, _ in links[node]:
-                    waiting[other] = True
-    return tuple(chosen)
+        ends = sweep == most_sweeps or budget.is_spent
+        if sweep % WINDOW == 0:
+            gap = ascent.value - ascent.bound
+            ends = ends or ascent.bound - window_start < least_progress * gap
+            ends = ends or ascent.share_within_gap() < SHARE_TO_START_AGAIN
+            window_start = ascent.bound
+        if rounds and (ends or sweep.bit_count() == 1):
+            ascent.round()
+        if ends or ascent.closed:
+            return sweep == most_sweeps and not ascent.closed
+    return False
 
 
 def within_gap(ascent: Ascent) -> tuple[MRF, list[BoolArray]]:

@@ -49,12 +49,10 @@ class _Level:
     """For each entry, the place of what was added at the other end."""
     rows: IndexArray
     """The place of the first entry for each option along each small edge."""
-    other: IndexArray
-    """For each of these, the node at the other end."""
     small: IndexArray | None
     """The places of the small edges in `near`; None if all are small."""
-    large: tuple[tuple[FloatArray, slice, slice, int], ...]
-    """Matrices of large edges (rows: options of the other end), and the places of both ends, and the other node."""
+    large: tuple[tuple[FloatArray, slice, slice], ...]
+    """Matrices of large edges (rows: options of the other end), and the places of both ends."""
     targets: IndexArray
     """The places of what is added to the edges on the other side."""
     source: IndexArray
@@ -67,19 +65,8 @@ class _Level:
             return found
         every = np.empty(self.to_option.size)
         every[self.small] = found
-        for matrix, far, near, _ in self.large:
+        for matrix, far, near in self.large:
             every[near] = np.minimum.reduce(matrix + added[far][:, None])
-        return every
-
-    def chosen_rows(self, chosen: IndexArray) -> FloatArray:
-        """Return what every option costs along each edge to the option chosen at the other end, nothing added."""
-        found = self.matrix[self.rows + chosen[self.other]]
-        if self.small is None:
-            return found
-        every = np.empty(self.to_option.size)
-        every[self.small] = found
-        for matrix, _, near, other in self.large:
-            every[near] = matrix[chosen[other]]
         return every
 
 
@@ -147,22 +134,41 @@ class LevelSweeps:
 
         Returns the bound with what was collected, and raises for each option what it costs at `least`.
         """
-        swept, minima = np.empty(self.costs.size), np.empty(self.order.size)
-        for level in self.back:
-            self._settle(level, level.least(self.at_high), self.at_low, self.at_high, swept, minima)
-        return self._raised(bound, least, swept, minima, self.order[::-1])
+        return self._sweep(self.back, self.at_low, self.at_high, self.order[::-1], bound, least)
 
-    def sweep_forward(self, bound: float, least: FloatArray) -> tuple[float, IndexArray]:
-        """Sweep the other way round, and choose for each node the best option given those chosen before."""
+    def sweep_forward(self, bound: float, least: FloatArray) -> float:
+        """Sweep the other way round."""
+        return self._sweep(self.forward, self.at_high, self.at_low, self.order, bound, least)
+
+    def _sweep(
+        self,
+        levels: Sequence[_Level],
+        near: FloatArray,
+        far: FloatArray,
+        order: IndexArray,
+        bound: float,
+        least: FloatArray,
+    ) -> float:
         swept, minima = np.empty(self.costs.size), np.empty(self.order.size)
-        chosen = np.zeros(self.order.size, np.intp)
-        for level in self.forward:
-            score = self.costs[level.options]
-            if level.to_option.size:
-                np.add.at(score, level.to_option, level.chosen_rows(chosen) + self.at_high[level.near])
-            chosen[level.nodes] = _first_least(score, level)
-            self._settle(level, level.least(self.at_low), self.at_high, self.at_low, swept, minima)
-        return self._raised(bound, least, swept, minima, self.order), chosen
+        for level in levels:
+            self._settle(level, level.least(far), near, far, swept, minima)
+        return self._raised(bound, least, swept, minima, order)
+
+    def scores(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return what every option costs with the least along each edge; and this least, at lower and higher ends.
+
+        The least is without what was added at the option's own end.
+        """
+        scores, at_low, at_high = self.costs.copy(), np.empty(self.at_low.size), np.empty(self.at_high.size)
+        for levels, near, far, least in (
+            (self.back, self.at_low, self.at_high, at_low),
+            (self.forward, self.at_high, self.at_low, at_high),
+        ):
+            for level in levels:
+                if level.to_option.size:
+                    least[level.near] = along = level.least(far)
+                    np.add.at(scores, level.options[level.to_option], near[level.near] + along)
+        return scores, at_low, at_high
 
     def _settle(
         self, level: _Level, along: FloatArray, near: FloatArray, far: FloatArray, swept: FloatArray, minima: FloatArray
@@ -291,14 +297,12 @@ class _Side:
             matrix=np.concatenate([by_near[e].ravel() for e in small.tolist()] or [np.empty(0)]),
             far=_ranges(np.repeat(far_places[small], sizes[near[small]]), counts),
             rows=_starts(counts)[:-1],
-            other=np.repeat(far[small], sizes[near[small]]),
             small=None if few.all() else _ranges(self.places[small] - begin, sizes[near[small]]),
             large=tuple(
                 (
                     by_far[e],
                     _part(far_places[e], sizes[far[e]]),
                     _part(self.places[e] - begin, sizes[near[e]]),
-                    int(far[e]),
                 )
                 for e in large
             ),
@@ -309,14 +313,6 @@ class _Side:
 
 def _part(start: Any, size: Any) -> slice:
     return slice(int(start), int(start + size))
-
-
-def _first_least(score: FloatArray, level: _Level) -> IndexArray:
-    """Return for each node the first option of the least score."""
-    least = np.minimum.reduceat(score, level.starts)
-    places = np.flatnonzero(score == least[level.owner])
-    first = np.searchsorted(level.owner[places], np.arange(level.nodes.size))
-    return places[first] - level.starts
 
 
 def _starts(sizes: IndexArray) -> IndexArray:

@@ -1,10 +1,8 @@
 """Shrink a problem without losing its optimum: a smaller problem, and the way back.
 
-Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregular architectures"; Goldstein 1994),
+Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregular architectures"),
 
     forbidden   an option that costs ∞, or that some neighbour has no partner for, goes        → remove_forbidden
-    dominated   option a goes if b costs no more whatever the neighbours are,                  → remove_dominated
-                c[a] - c[b] + Σ_j min_k (M_j[a,k] - M_j[b,k]) >= 0
     split       an edge M[a,b] = u[a] + v[b] goes, u and v to its ends                         → add_edge
     R0, R1, R2  a node of at most two neighbours goes: its best option is a function of        → eliminate_nodes
                 theirs, T[p,q] = min_a (A[a,p] + B[a,q])
@@ -32,11 +30,6 @@ T = TypeVar("T")
 
 LARGEST_TABLE = 4_000_000
 """Entries that eliminating a node of two neighbours may look at."""
-COMPARISONS = 200_000
-"""Entries that one search for dominated options may look at."""
-IN_CACHE = 16_384
-"""Entries of these to look at in one go."""
-STANDS_FOR_INFINITY = 1e30
 CANCELLATION = 1e-13
 """Share of the costs taken out of a matrix up to which what remains is rounding error."""
 
@@ -96,18 +89,15 @@ class ReducedMRF:
 
 
 def reduce_problem(
-    problem: MRF, protected: Collection[int] = (), without: Collection[str] = (), *, ordered: bool = False
+    problem: MRF, protected: Collection[int] = (), *, eliminates: bool = True, ordered: bool = False
 ) -> ReducedMRF:
     """Apply every reduction until none applies; raise `Infeasible` when a node has no option left.
 
-    `without` may name "dominated options" and "elimination", to leave them out. Nodes that are `ordered` stay in their
-    order; others get one that suits sweeps and searches.
+    Nodes with neighbours stay unless it `eliminates` them. Nodes that are `ordered` stay in their order; others get one
+    that suits sweeps and searches.
     """
     work = _Work.of(problem, frozenset(protected))
-    while True:
-        work.eliminate_nodes(most_neighbours=0 if "elimination" in without else 2)
-        if "dominated options" in without or not work.remove_dominated():
-            break
+    work.eliminate_nodes(most_neighbours=2 if eliminates else 0)
     return work.result(ordered)
 
 
@@ -148,8 +138,6 @@ class _Work:
     results: Results
     constant: float = 0.0
     eliminated: list[Eliminated] = field(default_factory=list[Eliminated])
-    unexamined: set[int] = field(default_factory=set[int])
-    """Nodes something changed at since dominated options were last searched for."""
 
     @classmethod
     def of(cls, problem: MRF, protected: frozenset[int]) -> _Work:
@@ -162,7 +150,6 @@ class _Work:
             alive=[True] * num_nodes,
             protected=protected,
             results=results,
-            unexamined=set(range(num_nodes)),
         )
         possible: dict[int, list[BoolArray]] = {}
         for node, cost in enumerate(work.costs):
@@ -223,7 +210,6 @@ class _Work:
         self.options[node] = results(_taken, self.options[node], kept)
         for neighbour, matrix in self.links[node].items():
             self.links[node][neighbour], self.links[neighbour][node] = results(_taken_and_turned, matrix, kept)
-        self.unexamined.update((node, *self.links[node]))
 
     def eliminate_nodes(self, most_neighbours: int) -> None:
         """Apply R0, R1 and R2, the fewest neighbours first, until no node has so few."""
@@ -274,12 +260,10 @@ class _Work:
         """Take a node out of the graph and keep what its option follows from; return its links."""
         links = sorted(self.links[node].items())
         self.alive[node] = False
-        self.unexamined.discard(node)
         neighbours = tuple([(other, self.options[other], matrix) for other, matrix in links])
         self.eliminated.append(Eliminated(node, self.options[node], self.costs[node], neighbours))
         for other, _ in links:
             del self.links[other][node]
-            self.unexamined.add(other)
         self.links[node] = {}
         return links
 
@@ -300,28 +284,7 @@ class _Work:
         for_i, for_j, rest, turned, is_nothing = self.results(_split, matrix)
         if not is_nothing or {i, j} <= self.protected:
             self.links[i][j], self.links[j][i] = rest, turned
-        self.unexamined.update((i, j))
         self.add_costs((i, for_i), (j, for_j))
-
-    def remove_dominated(self) -> bool:
-        """Search every node that changed for dominated options; whether some were found."""
-        found = False
-        queue = sorted(self.unexamined)
-        while queue:
-            node = heapq.heappop(queue)
-            if node not in self.unexamined:
-                continue
-            self.unexamined.remove(node)
-            if node in self.protected or self.costs[node].size < 2:
-                continue
-            kept = self.results(_undominated, self.costs[node], *self.links[node].values())
-            if kept is not None:
-                found = True
-                self.keep(node, kept)
-                self.unexamined.discard(node)
-                for other in self.links[node]:
-                    heapq.heappush(queue, other)
-        return found
 
 
 def _turned(matrix: FloatArray) -> tuple[FloatArray, BoolArray | None, BoolArray | None]:
@@ -396,69 +359,3 @@ def _least_sums(cost: FloatArray, to_left: FloatArray, right: FloatArray) -> Flo
         block = slice(start, start + step)
         np.minimum(table, (left[block, :, None] + right[block, None, :]).min(0), out=table)
     return table
-
-
-def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
-    """The options that no option dominates, None for all; of options that dominate each other the first stays."""
-    size = cost.size
-    # inf - inf would be NaN; taken as 0 it can only keep an option that could go.
-    whole = np.minimum(np.concatenate(matrices, 1), STANDS_FOR_INFINITY) if matrices else np.zeros((size, 0))
-    starts = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])[:-1]
-    best = cost + sum(np.minimum.reduceat(whole, starts, 1).T if matrices else (), np.zeros(size))
-    # An option that is cheap at its best is the likeliest to dominate: with many options only such are tried.
-    tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, whole.size))]
-    if tried.size * whole.size <= IN_CACHE:
-        surplus = cost - cost[tried][:, None]
-        if matrices:
-            for least in np.minimum.reduceat(whole - whole[tried][:, None], starts, 2).transpose(2, 0, 1):
-                surplus = surplus + least
-        dominated = surplus >= 0
-        dominated[np.arange(tried.size), tried] = False
-    else:
-        dominated = _dominated_of_many(cost, np.split(whole, starts[1:], 1) if matrices else (), tried)
-    if not dominated.any():
-        return None
-    kept = np.ones(size, bool)
-    for row, option in zip(dominated, tried):
-        if kept[option]:
-            kept &= ~row
-    return kept
-
-
-def _dominated_of_many(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> BoolArray:
-    """Return for each option tried which others it dominates; a bound excludes most pairs before they are compared."""
-    at_most = _largest_surplus(cost, matrices, tried)
-    at_most[np.arange(tried.size), tried] = -np.inf
-    places, others = np.nonzero(at_most >= 0)
-    surplus = cost[others] - cost[tried[places]]
-    for matrix in matrices:
-        surplus = surplus + _least_differences(matrix, others, tried[places])
-    dominated = np.zeros(at_most.shape, bool)
-    dominated[places, others] = surplus >= 0
-    return dominated
-
-
-def _largest_surplus(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> FloatArray:
-    """Return how much more each option costs, at most, than each of those tried, whatever the neighbours' options are.
-
-    A neighbour's option is the cheapest partner of the one, or the dearest of the other: what differs least over all
-    of them differs no more there.
-    """
-    surplus = cost[None, :] - cost[tried][:, None]
-    for matrix in matrices:
-        rows = matrix[tried]
-        cheapest, dearest = matrix.argmin(1), rows.argmax(1)
-        at_cheapest = matrix[np.arange(cost.size), cheapest] - rows[:, cheapest]
-        at_dearest = matrix[:, dearest].T - rows[np.arange(tried.size), dearest][:, None]
-        surplus = surplus + np.minimum(at_cheapest, at_dearest)
-    return surplus
-
-
-def _least_differences(matrix: FloatArray, rows: IndexArray, less: IndexArray) -> FloatArray:
-    """The least of one row less another, for each pair of rows, a few pairs at a time."""
-    least = np.empty(rows.size)
-    step = max(1, IN_CACHE // matrix.shape[1])
-    for start in range(0, rows.size, step):
-        block = slice(start, start + step)
-        np.minimum.reduce(matrix[rows[block]] - matrix[less[block]], 1, out=least[block])
-    return least

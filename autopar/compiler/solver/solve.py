@@ -11,9 +11,9 @@ and a bound under all that it dropped. A round that leaves few options begins ag
 
 A first ablation (`benchmarks/results/solver-ablation-2026-11-22.json`) took one step out at a time on saved problems of
 the test suite, on a shared machine, within 12 to 40 s each: seconds of the processor were 5 times as many without
-elimination, 2.3 times without the ascent, 1.3 times without its local search; without beam search a gap of 3e-4 stayed
-in one of 13 problems that reach it. Problems that ran out of time say nothing about gaps, so that pruning and dominated
-options are undecided. `benchmarks.optimality_gaps --without STEP` repeats it.
+elimination, 2.3 times without the ascent; without beam search a gap of 3e-4 stayed in one of 13 problems that reach it.
+Problems that ran out of time say nothing about gaps, so that pruning is undecided. `benchmarks.optimality_gaps
+--without STEP` repeats it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ MAX_GAP = 1e-3
 """Gap that is small enough where nothing else is said."""
 FEW_TO_CONTRACT = 60_000
 """Pairs up to which wide beams and branch and bound take less time than contracting."""
-SHARE_TO_GO_ON, SHARE_TO_SPARE_SEARCH = 0.7, 0.3
-"""Share of the pairs that a round may leave for another one to follow; before its first search."""
-LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
+SHARE_TO_GO_ON = 0.7
+"""Share of the pairs that a round may leave for another one to follow."""
+LIGHTEST, NARROW, WIDE = 30, 4_000, 10_000
 """Widths of a beam: with many pairs, of every round, and before branch and bound."""
 WIDER = (100_000, 1_000_000, 4_000_000)
 """Further widths before branch and bound, which rarely ends where a linear program is in fractions."""
@@ -69,10 +69,9 @@ ROUND_OFF = 1e-9
 """Share of a cost by which it may differ where its terms are added in another order."""
 
 STEPS = (
-    "dominated options",
     "elimination",
     "dual ascent",
-    "local search",
+    "rounding",
     "pruning",
     "beam search",
     "contraction",
@@ -136,20 +135,16 @@ def minimize(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumb
     return _presolved(_bound_and_search, problem, effort, upper)
 
 
-def _minimize_rest(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumbent:
-    """Minimise what an ascent has left of a core, which is in order.
-
-    Dominated options are not searched for: the next ascent excludes them in less time.
-    """
-    quick = replace(effort, without=effort.without | {"dominated options"})
-    return _presolved(_bound_and_search, problem, quick, upper, ordered=True)
-
-
 def _presolved(
-    step: SolverStep, problem: MRF, effort: SolveEffort, upper: float, *, ordered: bool = False
+    step: SolverStep,
+    problem: MRF,
+    effort: SolveEffort,
+    upper: float,
+    *,
+    ordered: bool = False,
 ) -> Incumbent:
     """Reduce a problem, take a step on what is left of it, and return its result for the whole problem."""
-    reduced = reduce_problem(problem, without=effort.without, ordered=ordered)
+    reduced = reduce_problem(problem, eliminates="elimination" not in effort.without, ordered=ordered)
     if not reduced.core.costs:
         assignment = reduced.expand(())
         value = assignment_cost(problem, assignment)
@@ -168,23 +163,21 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
     """Bound, prune and search; go on with what is left, with all of this if it is little, else exhaustively."""
     ascent = Ascent.of(core, upper, effort.constant)
     if "dual ascent" not in effort.without:
-        ascend(ascent, effort.budget, local_search="local search" not in effort.without)
+        ascend(ascent, effort.budget, rounds="rounding" not in effort.without)
     found = _Round(ascent=ascent, bound=ascent.bound, how=["ascent"])
     pairs = num_pairs(core)
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
     steps = (partial(found.search, light), partial(found.ascend_and_search, light), partial(found.search, NARROW))
     for step in (None, *steps):
         # Going on with little is cheap: `max_gap` spares the rest only.
-        spared = step and pairs > FEW_PAIRS and found.is_enough(effort)
+        spared = pairs > FEW_PAIRS and found.is_enough(effort)
         if spared or found.is_closed or effort.budget.is_spent:
             return found.best()
         if step:
             step(effort)
         rest, kept = found.rest()
-        # Before anything was searched for, the best assignment is often so bad that a search leaves much less.
-        share = SHARE_TO_GO_ON if step else SHARE_TO_SPARE_SEARCH
-        if num_pairs(rest) < share * pairs and "pruning" not in effort.without:
-            found.go_on(_minimize_rest, rest, kept, effort)
+        if num_pairs(rest) < SHARE_TO_GO_ON * pairs and "pruning" not in effort.without:
+            found.go_on(partial(_presolved, _bound_and_search, ordered=True), rest, kept, effort)
             return found.best()
     if not found.is_enough(effort):
         found.go_on(partial(_presolved, _exhaust), *found.rest(), effort)
@@ -224,11 +217,9 @@ class _Round:
         if "dual ascent" in effort.without:
             return
         self.how.append("long ascent")
-        local_search, goes_on = "local search" not in effort.without, True
+        rounds, goes_on = "rounding" not in effort.without, True
         while goes_on and not self.is_closed:
-            goes_on = ascend(
-                self.ascent, effort.budget, most_sweeps=SWEEPS_TO_SEARCH, at_length=True, local_search=local_search
-            )
+            goes_on = ascend(self.ascent, effort.budget, most_sweeps=SWEEPS_TO_SEARCH, at_length=True, rounds=rounds)
             self.raise_bound(self.ascent.bound)
             if goes_on:
                 self.search(width, effort)
@@ -243,7 +234,7 @@ class _Round:
         self.how.append("beam search")
         try:
             # What is forbidden goes; the rest of the reductions takes longer than it saves.
-            reduced = reduce_problem(rest, without=("dominated options", "elimination"), ordered=True)
+            reduced = reduce_problem(rest, eliminates=False, ordered=True)
         except Infeasible:
             self.close()
             return

@@ -24,7 +24,7 @@ def swept(problem: MRF, times: int) -> tuple[LevelSweeps, float, np.ndarray]:
     least = np.full(sweeps.costs.size, -np.inf)
     bound = sweeps.sweep_back(0.0, least)
     for _ in range(times):
-        bound, _ = sweeps.sweep_forward(bound, least)
+        bound = sweeps.sweep_forward(bound, least)
         bound = sweeps.sweep_back(bound, least)
     return sweeps, bound, least
 
@@ -75,6 +75,30 @@ def test_sweeps_move_costs_and_change_none(seed, small, monkeypatch):
         whole = assignment_cost(problem, assignment)
         assert assignment_cost(moved, assignment) + bound == pytest.approx(whole, abs=1e-12)
         assert all(of[option] <= whole + 1e-12 for of, option in zip(sweeps.split(least), assignment, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(45))
+@pytest.mark.parametrize("small", [0, 6, 1000])
+def test_scores_have_the_least_along_every_edge(seed, small, monkeypatch):
+    monkeypatch.setattr(level_sweeps, "SMALL", small)
+    if (problem := possible(seed)) is None:
+        return
+    sweeps, _, _ = swept(problem, 2)
+    costs, (scores, at_low, at_high) = sweeps.split(sweeps.costs), sweeps.scores()
+    expected = [cost.copy() for cost in costs]
+    for (i, j), before in problem.edges.items():
+        matrix = sweeps.matrix((i, j), before)
+        expected[i] += matrix.min(1)
+        expected[j] += matrix.min(0)
+        low, high, back = sweeps.edges[i, j]
+        of_i, of_j = (at_high[high], at_low[low]) if back else (at_low[low], at_high[high])
+        added_i, added_j = (
+            (sweeps.at_high[high], sweeps.at_low[low]) if back else (sweeps.at_low[low], sweeps.at_high[high])
+        )
+        np.testing.assert_allclose(of_i, (before + added_j).min(1), atol=1e-12)
+        np.testing.assert_allclose(of_j, (before + added_i[:, None]).min(0), atol=1e-12)
+    for mine, other in zip(sweeps.split(scores), expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-12)
 
 
 def test_a_level_has_nodes_of_every_run():

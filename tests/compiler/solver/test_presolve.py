@@ -50,15 +50,6 @@ def test_trees_and_rings_reduce_to_nothing(size):
     assert reduce_problem(problem).core.costs == ()
 
 
-def test_states_that_another_one_beats_everywhere_go_unless_protected():
-    clique = {(i, j): np.tile([0.0, 0.0, 5.0], (3, 1)) * 0 + np.eye(3) for i in range(4) for j in range(i + 1, 4)}
-    problem = MRF(costs=tuple(np.array([0.0, 0.1 * i, 50.0]) for i in range(4)), edges=clique)
-    protected = reduce_problem(problem, (0, 1, 2, 3))
-    assert [options.size for options in protected.options] == [3, 3, 3, 3]
-    reduced = reduce_problem(problem, (0,))
-    assert all(2 not in options for node, options in zip(reduced.nodes, reduced.options, strict=True) if node != 0)
-
-
 @seeds
 def test_rows_weigh_the_same_after_reductions(seed):
     problem = small_problem(seed)
