@@ -191,6 +191,14 @@ class Step:
             del known[key]
         self._dispatch = None
 
+    def __copy__(self) -> Step:
+        """Return the step itself, as of functions: what holds one can be copied."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step itself."""
+        return self
+
     def __reduce__(self) -> str:
         """Pickle by reference, as functions are: the executables stay here."""
         module = self.__dict__.get("__module__", "")

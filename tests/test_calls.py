@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -207,7 +208,6 @@ def test_without_jit_the_step_runs_as_it_stands():
 
 def test_step_is_pickled_by_reference():
     assert pickle.loads(pickle.dumps(parallel_step)) is parallel_step
-    assert copy.deepcopy({"step": decorated})["step"] is decorated
     assert pickle.loads(pickle.dumps(decorated)) is decorated
 
 
@@ -219,6 +219,11 @@ def decorated(w, x):
 def test_step_without_a_name_of_its_own_is_not_pickled():
     with pytest.raises(CannotSerialize, match=r"<lambda> has no name of its own in the module.*Pickle the plain"):
         pickle.dumps(autopar.parallelize(lambda w, x: w))
+
+
+def test_what_holds_a_step_is_copied_with_the_step_itself():
+    held = functools.partial(autopar.parallelize(lambda w, x: w), 1.0)
+    assert copy.deepcopy(held).func is copy.copy(held).func is copy.copy(held.func) is held.func
 
 
 # --- what was compiled --------------------------------------------------------------------------------------------
@@ -503,6 +508,25 @@ def test_mesh_that_the_user_has_set_is_none_of_what_runs(method, num_devices):
         found = parallel(*[parallel(state, X)[0], X])
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("method", [autopar.Auto(), autopar.DataParallel(num_microbatches=2)], ids=["auto", "data"])
+def test_step_on_one_device_runs_under_a_mesh_whose_axes_are_in_types(method):
+    def step(params, x):
+        def loss(params):
+            h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, params)
+            return jnp.mean((jax.sharding.reshard(h, P("data")) - jnp.arange(4.0)) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return params - 0.1 * gradient, value
+
+    parallel, expected = autopar.parallelize(step, method=method, devices=jax.devices()[:1]), jax.jit(step)
+    params = wanted = jnp.stack([W, W + 1])
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        for _ in range(3):
+            (params, value), (wanted, loss) = parallel(params, X), expected(wanted, X)
+            np.testing.assert_allclose(value, loss, rtol=1e-5)
+    np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)])

@@ -147,8 +147,7 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
     # that keeps the provenance of an equation.
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
     # Inside of a shard_map its mesh counts, not the one that the equation was first traced under; outside of all, none.
-    was_inside = bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
-    mesh = nullcontext() if around.empty and not was_inside else under_mesh(around)
+    mesh = nullcontext() if around.empty and eqn.ctx.cur_abstract_mesh.empty else under_mesh(around)
     with under_scope_of(eqn), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
