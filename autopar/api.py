@@ -230,6 +230,10 @@ class Step:
         """Trace the step on these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._trace(self._arguments.split(args, kwargs))
 
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, plan and lower the step on these arguments, where `jax.jit`'s was lowered."""
+        return self.trace(*args, **kwargs).plan().lower()
+
     def _trace(self, call: Call) -> Traced:
         trace = trace_call(self._arguments, call)
         names = [leaf.name for leaf in trace.inputs]

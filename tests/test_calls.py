@@ -148,6 +148,12 @@ def test_a_guard_against_transfers_lets_arguments_be_placed(method):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+def test_a_step_is_lowered_and_compiled_where_that_of_jit_was():
+    compiled = parallel_step.lower(W, X).compile()
+    for a, b in zip(compiled(W, X), jax.jit(train_step).lower(W, X).compile()(W, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_threads_that_call_first_compile_once():
     traces = []
 

@@ -245,8 +245,13 @@ X, Y = mlp_batch()
 BATCHES = {
     "an array of words": (
         (X, np.array(["text"])),
-        r"batch\.1 is a ndarray: no array or number, which could be traced",
+        r"batch\.1 is an array of <U4, a type that JAX does not have\. Convert it before the call: .* words and",
     ),
+    "another byte order": (
+        (X, np.asarray(Y).astype(">f4")),
+        r"batch\.1 is an array of >f4, a type that JAX does not have\..* by x\.astype\(x\.dtype\.newbyteorder\('='\)\)",
+    ),
+    "records": ((X, np.zeros(8, [("y", "f4", 4)])), r"batch\.1 is an array of \[\('y', .* records field by field"),
     "different sizes": ((X, Y[:4]), r"different batch sizes \(batch\.0: 8, batch\.1: 4\); one size is required"),
     "a scalar": ((X, 1.0), r"Batch input batch\.1 is a scalar; every batch input needs the batch as its first axis"),
     "a scalar array": ((X, jnp.float32(1)), r"Batch input batch\.1 is a scalar"),
