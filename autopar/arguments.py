@@ -271,7 +271,8 @@ class Arguments:
             result = _with_static(result, self._result_places(result))
             return _changed(result, graph, nnx_objects.split_changed([*copies, *made], merged), leaves)
 
-        return flat if self.roles.axis_name is None else _over_axis(flat, self.roles.axis_name)
+        made = flat if self.roles.axis_name is None else _over_axis(flat, self.roles.axis_name)
+        return jc.named_as(self.fun, (name for name, _ in self.describe_leaves(call)), made)
 
     def bound(self, *args: Any, **kwargs: Any) -> Any:
         """Call the plain step, operation by operation."""

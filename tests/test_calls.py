@@ -148,6 +148,18 @@ def test_a_guard_against_transfers_lets_arguments_be_placed(method):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axis_name", [None, "devices"])
+def test_error_of_tracing_names_the_step_and_the_argument(axis_name):
+    def branching(state, x):
+        return state if state["w"].sum() > 0 else {"w": x}
+
+    step = autopar.parallelize(branching, axis_name=axis_name)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        step({"v": W, "w": W}, X)
+    assert f"the function branching at {__file__}:" in str(caught.value)
+    assert axis_name or "depends on the value of the argument state.w." in str(caught.value)
+
+
 def test_a_step_is_lowered_and_compiled_where_that_of_jit_was():
     compiled = parallel_step.lower(W, X).compile()
     for a, b in zip(compiled(W, X), jax.jit(train_step).lower(W, X).compile()(W, X), strict=True):

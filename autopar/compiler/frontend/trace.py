@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -335,6 +335,7 @@ def _traced(flat_step: Callable[..., Any], leaves: Sequence[Leaf]) -> tuple[jc.C
     """Return a step's program, outputs and results. Nodes of the user's are made of tracers only, as by `jax.jit`."""
     found: list[_Results] = []
 
+    @wraps(flat_step)
     def flat(*values: Any) -> list[Any]:
         made = flat_step(*values)
         returned = made if isinstance(made, Returned) else Returned(result=made, replaced={}, further={})
