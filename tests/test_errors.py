@@ -264,6 +264,18 @@ def test_batch_that_is_none_names_the_leaf(batch, expected):
         autopar.parallelize(mlp_step, batch_argnums=1, devices=devices())(mlp_params(), batch)
 
 
+def test_of_lists_of_examples_one_of_each_size_is_named():
+    def step(params, batch):
+        x, y = map(jnp.stack, batch)
+        return jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
+
+    expected = r"different batch sizes \(batch\.0\.0: 16, batch\.1\.0: 4\);.*; stack a list of examples \(jnp\.stack\)"
+    with pytest.raises(InvalidArgument, match=expected):
+        autopar.parallelize(step, batch_argnums=1, devices=devices())(
+            jnp.ones((16, 4)), ([*jnp.ones((8, 16))], [*jnp.ones((8, 4))])
+        )
+
+
 def test_leaf_of_the_state_that_is_no_array_is_named_by_its_path():
     with pytest.raises(InvalidArgument, match=r"params\.0\.w is a set: no array or number"):
         autopar.parallelize(mlp_step, devices=devices())([{"w": {1}, "b": X[0]}], mlp_batch())
