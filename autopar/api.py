@@ -191,6 +191,14 @@ class Step:
             del known[key]
         self._dispatch = None
 
+    def __copy__(self) -> Step:
+        """Return the step itself, as of functions: what holds one can be copied."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step itself."""
+        return self
+
     def __reduce__(self) -> str:
         """Pickle by reference, as functions are: the executables stay here."""
         module = self.__dict__.get("__module__", "")
@@ -221,6 +229,10 @@ class Step:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace the step on these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._trace(self._arguments.split(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace, plan and lower the step on these arguments, where `jax.jit`'s was lowered."""
+        return self.trace(*args, **kwargs).plan().lower()
 
     def _trace(self, call: Call) -> Traced:
         trace = trace_call(self._arguments, call)

@@ -231,10 +231,11 @@ class Arguments:
             hash(leaves[place])
         except TypeError:
             call = Call(leaves=list(leaves), tree=tree, num_positional=0)
-            raise InvalidArgument(
-                f"{self.describe_leaves(call)[place][0]} is a {type(leaves[place]).__name__}: no array or number, "
-                "which could be traced, and nothing that can be hashed, which the step could be compiled for. Pass an "
-                "array, or a value that can be hashed."
+            raise _no_array(
+                leaves[place],
+                self.describe_leaves(call)[place][0],
+                ": no array or number, which could be traced, and nothing that can be hashed, which the step could be "
+                "compiled for. Pass an array, or a value that can be hashed.",
             ) from None
 
     def _hashable(self, where: int | str, value: Any) -> Hashable:
@@ -270,7 +271,8 @@ class Arguments:
             result = _with_static(result, self._result_places(result))
             return _changed(result, graph, nnx_objects.split_changed([*copies, *made], merged), leaves)
 
-        return flat if self.roles.axis_name is None else _over_axis(flat, self.roles.axis_name)
+        made = flat if self.roles.axis_name is None else _over_axis(flat, self.roles.axis_name)
+        return jc.named_as(self.fun, (name for name, _ in self.describe_leaves(call)), made)
 
     def bound(self, *args: Any, **kwargs: Any) -> Any:
         """Call the plain step, operation by operation."""
@@ -585,10 +587,23 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     try:
         aval = jax.typeof(leaf)
     except TypeError:
-        raise InvalidArgument(
-            f"{name} is a {type(leaf).__name__}; arrays and numbers are required. Name the argument in static_argnums "
-            "or static_argnames if the step is to be compiled for its value."
+        raise _no_array(
+            leaf,
+            name,
+            "; arrays and numbers are required. Name the argument in static_argnums or static_argnames if the step is "
+            "to be compiled for its value.",
         ) from None
     weak = bool(getattr(aval, "weak_type", False))
     dtype = aval.dtype if isinstance(leaf, jax.Array) else np.dtype(aval.dtype)
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=weak)
+
+
+def _no_array(leaf: Any, name: str, otherwise: str) -> InvalidArgument:
+    """Return the error for what JAX does not take as an array; `otherwise` ends it for what is none of numpy's."""
+    if not isinstance(leaf, np.ndarray):
+        return InvalidArgument(f"{name} is a {type(leaf).__name__}{otherwise}")
+    return InvalidArgument(
+        f"{name} is an array of {leaf.dtype}, a type that JAX does not have. Convert it before the call: numbers in "
+        "the byte order of another machine by x.astype(x.dtype.newbyteorder('=')), records field by field, words and "
+        "objects to numbers."
+    )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -147,6 +148,24 @@ def test_a_guard_against_transfers_lets_arguments_be_placed(method):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axis_name", [None, "devices"])
+def test_error_of_tracing_names_the_step_and_the_argument(axis_name):
+    def branching(state, x):
+        return state if state["w"].sum() > 0 else {"w": x}
+
+    step = autopar.parallelize(branching, axis_name=axis_name)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        step({"v": W, "w": W}, X)
+    assert f"the function branching at {__file__}:" in str(caught.value)
+    assert axis_name or "depends on the value of the argument state.w." in str(caught.value)
+
+
+def test_a_step_is_lowered_and_compiled_where_that_of_jit_was():
+    compiled = parallel_step.lower(W, X).compile()
+    for a, b in zip(compiled(W, X), jax.jit(train_step).lower(W, X).compile()(W, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_threads_that_call_first_compile_once():
     traces = []
 
@@ -207,7 +226,6 @@ def test_without_jit_the_step_runs_as_it_stands():
 
 def test_step_is_pickled_by_reference():
     assert pickle.loads(pickle.dumps(parallel_step)) is parallel_step
-    assert copy.deepcopy({"step": decorated})["step"] is decorated
     assert pickle.loads(pickle.dumps(decorated)) is decorated
 
 
@@ -219,6 +237,11 @@ def decorated(w, x):
 def test_step_without_a_name_of_its_own_is_not_pickled():
     with pytest.raises(CannotSerialize, match=r"<lambda> has no name of its own in the module.*Pickle the plain"):
         pickle.dumps(autopar.parallelize(lambda w, x: w))
+
+
+def test_what_holds_a_step_is_copied_with_the_step_itself():
+    held = functools.partial(autopar.parallelize(lambda w, x: w), 1.0)
+    assert copy.deepcopy(held).func is copy.copy(held).func is copy.copy(held.func) is held.func
 
 
 # --- what was compiled --------------------------------------------------------------------------------------------
@@ -503,6 +526,25 @@ def test_mesh_that_the_user_has_set_is_none_of_what_runs(method, num_devices):
         found = parallel(*[parallel(state, X)[0], X])
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.parametrize("method", [autopar.Auto(), autopar.DataParallel(num_microbatches=2)], ids=["auto", "data"])
+def test_step_on_one_device_runs_under_a_mesh_whose_axes_are_in_types(method):
+    def step(params, x):
+        def loss(params):
+            h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, params)
+            return jnp.mean((jax.sharding.reshard(h, P("data")) - jnp.arange(4.0)) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return params - 0.1 * gradient, value
+
+    parallel, expected = autopar.parallelize(step, method=method, devices=jax.devices()[:1]), jax.jit(step)
+    params = wanted = jnp.stack([W, W + 1])
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        for _ in range(3):
+            (params, value), (wanted, loss) = parallel(params, X), expected(wanted, X)
+            np.testing.assert_allclose(value, loss, rtol=1e-5)
+    np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [autopar.DataParallel(num_microbatches=2), autopar.PipelineParallel(num_stages=2)])

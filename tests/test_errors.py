@@ -245,8 +245,13 @@ X, Y = mlp_batch()
 BATCHES = {
     "an array of words": (
         (X, np.array(["text"])),
-        r"batch\.1 is a ndarray: no array or number, which could be traced",
+        r"batch\.1 is an array of <U4, a type that JAX does not have\. Convert it before the call: .* words and",
     ),
+    "another byte order": (
+        (X, np.asarray(Y).astype(">f4")),
+        r"batch\.1 is an array of >f4, a type that JAX does not have\..* by x\.astype\(x\.dtype\.newbyteorder\('='\)\)",
+    ),
+    "records": ((X, np.zeros(8, [("y", "f4", 4)])), r"batch\.1 is an array of \[\('y', .* records field by field"),
     "different sizes": ((X, Y[:4]), r"different batch sizes \(batch\.0: 8, batch\.1: 4\); one size is required"),
     "a scalar": ((X, 1.0), r"Batch input batch\.1 is a scalar; every batch input needs the batch as its first axis"),
     "a scalar array": ((X, jnp.float32(1)), r"Batch input batch\.1 is a scalar"),
@@ -257,6 +262,18 @@ BATCHES = {
 def test_batch_that_is_none_names_the_leaf(batch, expected):
     with pytest.raises(InvalidArgument, match=expected):
         autopar.parallelize(mlp_step, batch_argnums=1, devices=devices())(mlp_params(), batch)
+
+
+def test_of_lists_of_examples_one_of_each_size_is_named():
+    def step(params, batch):
+        x, y = map(jnp.stack, batch)
+        return jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params)
+
+    expected = r"different batch sizes \(batch\.0\.0: 16, batch\.1\.0: 4\);.*; stack a list of examples \(jnp\.stack\)"
+    with pytest.raises(InvalidArgument, match=expected):
+        autopar.parallelize(step, batch_argnums=1, devices=devices())(
+            jnp.ones((16, 4)), ([*jnp.ones((8, 16))], [*jnp.ones((8, 4))])
+        )
 
 
 def test_leaf_of_the_state_that_is_no_array_is_named_by_its_path():

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -335,6 +335,7 @@ def _traced(flat_step: Callable[..., Any], leaves: Sequence[Leaf]) -> tuple[jc.C
     """Return a step's program, outputs and results. Nodes of the user's are made of tracers only, as by `jax.jit`."""
     found: list[_Results] = []
 
+    @wraps(flat_step)
     def flat(*values: Any) -> list[Any]:
         made = flat_step(*values)
         returned = made if isinstance(made, Returned) else Returned(result=made, replaced={}, further={})
@@ -407,12 +408,13 @@ def _check_batch(leaves: Sequence[Leaf], axes: Mapping[int, int]) -> None:
                 f"Batch input {name} is a scalar; every batch input needs the batch as its first axis. "
                 "Leave arguments without a batch axis out of batch_argnums, or inputs without one by unbatched."
             )
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
+    first = {size[0]: name for name, size in reversed(sizes.items())}
+    if len(first) > 1:
+        listed = ", ".join(f"{name}: {size}" for size, name in reversed(first.items()))
         raise InvalidArgument(
             f"Batch inputs have different batch sizes ({listed}); one size is required on the first axis of all of "
             "them. Name only the arguments that carry the batch in batch_argnums, inputs without it in unbatched, and "
-            "those that have it on another axis in batch_axes."
+            "those that have it on another axis in batch_axes; stack a list of examples (jnp.stack)."
         )
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import (
     ad_checkpoint,  # the primitive of rematerialised regions is private
+    api_util,  # where a function is written, and what its arguments are called, is told JAX by private functions
     config,  # what of the configuration a trace depends on has no public reader
     core,  # nor has the question which trace is under way
     dtypes,  # binding brings literals into the types that they have in a trace by a private function
@@ -105,6 +106,14 @@ def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:
     return {} if info is None else {name: tuple(getattr(info, name)) for name in names}
 
 
+def named_as(written: Callable[..., Any], names: Iterable[str], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fun`, for which JAX's errors name the function `written` and these arguments."""
+    place = api_util.fun_sourceinfo(written)
+    info = core.DebugInfo("parallelize", place, tuple(names), core.initial_result_paths)
+    api_util.save_wrapped_fun_debug_info(fun, info)
+    return fun
+
+
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """The jaxpr of `fun` on abstract values: shapes, dtypes and memories only, no device is touched.
 
@@ -124,15 +133,11 @@ def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _bare(aval: Any) -> Any:
-    bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_weak(aval))
+    bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
     if getattr(aval, "memory_space", None) != jax.memory.Space.Host:
         return bare
     # A struct has no place for the memory that a value is in.
     return ShapedArray(bare.shape, bare.dtype, weak_type=bare.weak_type, memory_space=jax.memory.Space.Host)
-
-
-def _weak(aval: Any) -> bool:
-    return bool(getattr(aval, "weak_type", False))
 
 
 def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any] | None = None) -> list[Any]:
@@ -147,8 +152,7 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
     # that keeps the provenance of an equation.
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
     # Inside of a shard_map its mesh counts, not the one that the equation was first traced under; outside of all, none.
-    was_inside = bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
-    mesh = nullcontext() if around.empty and not was_inside else under_mesh(around)
+    mesh = nullcontext() if around.empty and eqn.ctx.cur_abstract_mesh.empty else under_mesh(around)
     with under_scope_of(eqn), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import rewrite
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS, MANUAL
 from autopar.compiler.sharding.replicated_values import below_split_size
@@ -75,13 +76,14 @@ def check_state_on_host(trace: Trace, plan: Plan) -> None:
 
 
 def without_constraints(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
-    """Return the program without its sharding constraints, which ask for nothing on one device."""
-    if not any(eqn.primitive.name in CONSTRAINTS for eqn in jc.all_equations(closed)):
+    """Return the program without its sharding constraints and meshes in types, which ask for nothing on one device."""
+    if not (jc.says_where(closed) or any(eqn.primitive.name in CONSTRAINTS for eqn in jc.all_equations(closed))):
         return closed
 
     def unconstrained(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
         if eqn.primitive.name in CONSTRAINTS:
             return values[:1]
-        return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, without_constraints))
+        changes = {**jc.map_subjaxprs(eqn, without_constraints), **jp.without_shardings(eqn)}
+        return jc.bind_equation(eqn, values, changes)
 
     return rewrite(closed, unconstrained)

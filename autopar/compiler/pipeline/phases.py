@@ -187,7 +187,8 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
             facts.batch_whole.update(outs)
         return ready, False
     parameter = any(v in facts.parameter for v in operands)
-    noise = any(v in facts.noise for v in operands) or eqn.primitive.name in primitives.DRAWS
+    small = all(v in facts.replicated_scalars for v in operands)
+    noise = any(v in facts.noise for v in operands) or (small and eqn.primitive.name in primitives.DRAWS)
     # A generator's noise enters the model as a batch does, also where it does not depend on the microbatch.
     enters = noise and jc.ad_phase(eqn) is not None and (parameter or ready > 0)
     micro = enters or any(v in facts.micro for v in operands)
@@ -198,7 +199,7 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
     if any(v in facts.batch_whole for v in operands):
         facts.batch_whole.update(outs)
     # Other operands are completed values, activations or parameters.
-    if all(v in facts.replicated_scalars for v in operands):
+    if small:
         facts.replicated_scalars.update(outs)
         if noise:
             facts.noise.update(outs)

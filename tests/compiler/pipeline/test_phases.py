@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import autopar
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.phases import Phase, Phases, is_replicated_scalar
 from autopar.compiler.pipeline.prepare import prepare
@@ -159,3 +161,28 @@ def test_gradient_through_what_an_earlier_gradient_updated_is_a_second_round(num
     assert found.num_rounds == 2
     per_kind = {kind: {r for r, k in zip(found.rounds, found.of) if kind in k} for kind in (FORWARD, BACKWARD, STEP)}
     assert per_kind == {FORWARD: {0, 1}, BACKWARD: {0, 1}, STEP: {1, 2}}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("keys", ["one", "one for each example"])
+def test_a_draw_with_what_the_model_computed_is_an_operation_of_the_model(num_stages, keys):
+    def step(params, batch):
+        x, y = batch
+
+        def loss(params):
+            key = jax.random.key(0)
+            shape = jax.nn.softplus(jnp.tanh(x @ params["first"]) @ params["second"])
+            if keys == "one":
+                drawn = jax.random.gamma(key, shape)
+            else:
+                drawn = jax.vmap(jax.random.gamma)(jax.random.split(key, len(x)), shape)
+            return jnp.mean((drawn - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = {"first": draw(0, WIDTH, WIDTH), "second": draw(1, WIDTH, WIDTH)}
+    method = autopar.PipelineParallel(num_stages=num_stages, num_microbatches=2)
+    found = autopar.parallelize(step, method=method)(params, mlp_batch())
+    wanted = jax.jit(step)(params, mlp_batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
