@@ -16,10 +16,11 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.demands.kinds import allowed_splits
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
-from tests.compiler.planning.search.test_free_search import arguments, slow_links, train_step
+from tests.compiler.planning.search.test_free_search import arguments, train_step
+from tests.slow_links import slow_links
 
 ROWS, WIDTH, LENGTH, EXPERTS = 48, 80, 36, 8
-CLUSTER = autopar.Cluster(num_devices=8, machine=slow_links().machine)
+CLUSTER = slow_links(8)
 PAIRS = autopar.Cluster(num_devices=4, machine=CLUSTER.machine)
 BOTH = LogicalMesh(shape=(2, 4), axis_names=("data", "model"))
 

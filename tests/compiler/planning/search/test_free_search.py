@@ -30,6 +30,7 @@ from autopar.hardware.machine import Link, Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.method_fields import EFFORTS
 from benchmarks.models import convnet, lstm
+from tests.slow_links import slow_links
 
 LAYERS = 3
 
@@ -52,25 +53,6 @@ def arguments(width, rows):
 
     params = {f"h_{i}": {"up": array(width, 2 * width), "down": array(2 * width, width)} for i in range(LAYERS)}
     return params, {"x": array(rows, width), "y": array(rows, width)}
-
-
-def slow_links():
-    """Return hosts of two devices with slow links between them: stages pay off."""
-    inter = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
-    machine = dataclasses.replace(
-        Machine.named("p3.16xlarge"),
-        name="pairs",
-        devices_per_host=2,
-        domain=2,
-        inter=inter,
-        intra=dataclasses.replace(inter, bandwidth=1e10),
-        peak_flops={"float32": 1e9},
-        matmul_share={"float32": 1.0},
-        matmul_half_flops=0.0,
-        kernel_s=0.0,
-        sources={},
-    )
-    return autopar.Cluster(num_devices=4, machine=machine)
 
 
 CASES = {
@@ -154,7 +136,7 @@ def test_a_number_of_stages_that_does_not_divide_the_devices_is_kept(num_devices
 
 @pytest.mark.parametrize(("width", "rows"), [(64, 24), (256, 96)])
 def test_a_given_number_of_stages_is_no_slower_where_their_sizes_may_differ(width, rows):
-    cluster = autopar.Cluster(num_devices=8, machine=slow_links().machine)
+    cluster = slow_links(8)
     traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(width, rows))
     found = {number: traced.plan(autopar.Auto(num_stages=number)).plan for number in (2, 3)}
     with pytest.MonkeyPatch.context() as only_equal:

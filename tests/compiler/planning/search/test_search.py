@@ -25,11 +25,12 @@ from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
-from autopar.hardware.machine import Link, Machine
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from benchmarks.models import MODELS
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.compiler.stage_plans import QUICK
+from tests.slow_links import slow_links
 
 WIDTH, ROWS, LAYERS = 128, 64, 4
 
@@ -56,32 +57,12 @@ def arguments():
     return {**layers, "head": weights(WIDTH, WIDTH)}, {"x": weights(ROWS, WIDTH), "y": weights(ROWS, WIDTH)}
 
 
-def machine(**mesh_costs):
-    """Hosts of two devices, with slow links between them."""
-    base = Machine.named("p3.16xlarge")
-    slow = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
-    return dataclasses.replace(
-        base,
-        name="pairs",
-        devices_per_host=2,
-        domain=2,
-        inter=slow,
-        intra=dataclasses.replace(slow, bandwidth=1e10),
-        peak_flops={"float32": 1e9},
-        matmul_share={"float32": 1.0},
-        matmul_half_flops=0.0,
-        kernel_s=0.0,
-        sources={},
-        **mesh_costs,
-    )
-
-
 def traced(method, cluster=None):
     return autopar.parallelize(train_step, method=method, cluster=cluster).trace(*arguments())
 
 
 def test_slow_links_between_hosts_make_stages_of_hosts():
-    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    cluster = slow_links(8)
     plan = traced(autopar.Auto(), cluster).plan().plan
     assert plan.num_stages > 1
     assert plan.num_microbatches > 1
@@ -95,7 +76,7 @@ def test_slow_links_between_hosts_make_stages_of_hosts():
 
 
 def test_a_plan_for_another_cluster_runs_here_and_equals_the_plain_step():
-    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    cluster = slow_links(8)
     planned = traced(autopar.Auto(), cluster).plan()
     text = planned.plan.to_json()
     step = autopar.parallelize(train_step, method=autopar.Plan.from_json(text))
@@ -122,7 +103,7 @@ def test_what_is_given_is_fixed(fields, shapes):
 
 
 def test_interleaved_stages_are_one_to_a_mesh_where_layers_are_few():
-    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    cluster = slow_links(8)
     plan = traced(autopar.Auto(num_stages=4, schedule="interleaved", num_microbatches=8), cluster).plan().plan
     assert [stage.mesh for stage in plan.stages] == [0, 1, 2, 3]
 
@@ -171,7 +152,9 @@ def test_pins_that_no_plan_can_keep_are_refused(pins, message, num_stages):
 
 @pytest.mark.parametrize(("num_devices", "num_stages"), [(3, None), (12, None), (12, 2), (11, None)])
 def test_any_number_of_devices_has_a_plan(num_devices, num_stages):
-    cluster = autopar.Cluster(num_devices=num_devices, machine=dataclasses.replace(machine(), devices_per_host=8))
+    cluster = autopar.Cluster(
+        num_devices=num_devices, machine=dataclasses.replace(slow_links().machine, devices_per_host=8)
+    )
     plan = traced(autopar.Auto(num_stages=num_stages, num_microbatches=2), cluster).plan().plan
     devices = [device for mesh in plan.meshes for device in mesh.devices]
     assert len(devices) == len(set(devices)) and max(devices) < num_devices
@@ -179,7 +162,7 @@ def test_any_number_of_devices_has_a_plan(num_devices, num_stages):
 
 
 def test_memory_that_nothing_fits_into_is_refused():
-    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    cluster = slow_links(8)
     with pytest.raises(MemoryTooSmall):
         traced(autopar.Auto(memory=1e4), cluster).plan()
 

@@ -28,10 +28,10 @@ from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import MemoryTooSmall
-from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.compiler.planned_memory import peak_memory, planned, traced_model
+from tests.slow_links import slow_links
 
 WIDTH, ROWS, LAYERS = 128, 256, 4
 
@@ -60,29 +60,13 @@ def arguments():
     return {**layers, "head": array(WIDTH, WIDTH)}, {"x": array(ROWS, WIDTH), "y": array(ROWS, WIDTH)}
 
 
-def cluster(num_devices=8):
-    """Pairs of GPUs without latency, with slow links between them."""
-    inter = Link(latency_s=1e-6, bandwidth=1e8, ramp_bytes=0.0)
-    machine = dataclasses.replace(
-        Machine.named("p3.16xlarge"),
-        name="pairs",
-        devices_per_host=2,
-        domain=2,
-        inter=inter,
-        intra=dataclasses.replace(inter, bandwidth=1e10),
-        peak_flops={"float32": 1e10},
-        matmul_share={"float32": 1.0},
-        matmul_half_flops=0.0,
-        kernel_s=0.0,
-        sources={},
-    )
-    return autopar.Cluster(num_devices=num_devices, machine=machine)
+CLUSTER = slow_links(8, link=1e8, flops=1e10)
 
 
 def traced(recomputed=True, donated=True):
     step = partial(train_step, recomputed=recomputed)
     donate = (0,) if donated else ()
-    return autopar.parallelize(step, cluster=cluster(), donate_argnums=donate).trace(*arguments())
+    return autopar.parallelize(step, cluster=CLUSTER, donate_argnums=donate).trace(*arguments())
 
 
 @pytest.mark.parametrize(
@@ -100,13 +84,13 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
     problem = StageProblem(
         trace=step.trace,
         method=autopar.Auto(num_microbatches=8, **fields),
-        hardware=cluster(),
+        hardware=CLUSTER,
         cache_directory=None,
     )
     found = stage_candidates(problem, KnownLayers.of(problem), 8, (2, 8), math.inf)
     sharded = shard_candidate(problem, min(found, key=lambda each: each.step_time_s))
     peak_bytes = max(sharded.peaks)
-    simulated = step.plan(sharded.plan).simulate(cluster())
+    simulated = step.plan(sharded.plan).simulate(CLUSTER)
     assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
     # Of stages on one mesh each is taken to hold as much as another.
     assert peak_bytes >= simulated.peak_bytes * (0.98 if fields["schedule"] == "interleaved" else 1 - 1e-3)
@@ -115,11 +99,11 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
 @pytest.mark.parametrize(("share", "there_is_one"), [(0.98, True), (0.5, False)])
 def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
     step = traced()
-    free = step.plan(autopar.Auto(memory="off", num_microbatches=8)).simulate(cluster())
+    free = step.plan(autopar.Auto(memory="off", num_microbatches=8)).simulate(CLUSTER)
     budget = share * free.peak_bytes
     method = autopar.Auto(memory=budget, num_microbatches=8)
     if there_is_one:
-        assert step.plan(method).simulate(cluster()).peak_bytes <= budget
+        assert step.plan(method).simulate(CLUSTER).peak_bytes <= budget
     else:
         with pytest.raises(MemoryTooSmall):
             step.plan(method)
@@ -129,9 +113,9 @@ def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
 def test_stages_that_are_taken_to_hold_as_much_as_another_are_simulated_to_fit(share):
     step = traced(recomputed=False)
     method = autopar.Auto(num_microbatches=8, schedule="interleaved", num_stages=2, memory="off")
-    budget = share * step.plan(method).simulate(cluster()).peak_bytes
+    budget = share * step.plan(method).simulate(CLUSTER).peak_bytes
     found = step.plan(dataclasses.replace(method, memory=budget))
-    assert found.simulate(cluster()).peak_bytes <= budget
+    assert found.simulate(CLUSTER).peak_bytes <= budget
 
 
 def test_products_deferred_to_the_end_keep_their_operands():
@@ -146,11 +130,11 @@ def test_products_deferred_to_the_end_keep_their_operands():
 def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_has_a_price():
     """Whole weights, gathered in the forward pass, would wait for the backward pass; layers apart gather them again."""
     mesh = LogicalMesh(shape=(8, 1), axis_names=("data", "model"))
-    mesh_costs = MeshCosts(machine=dataclasses.replace(cluster().machine, product_workspace_bytes=0), mesh=mesh)
+    mesh_costs = MeshCosts(machine=dataclasses.replace(CLUSTER.machine, product_workspace_bytes=0), mesh=mesh)
     params, batch = arguments()
     batch = {name: jax.ShapeDtypeStruct((64 * ROWS, WIDTH), given.dtype) for name, given in batch.items()}
-    trace = autopar.parallelize(train_step, cluster=cluster(), donate_argnums=(0,)).trace(params, batch).trace
-    problem = StageProblem(trace=trace, method=autopar.Auto(), hardware=cluster(), cache_directory=None)
+    trace = autopar.parallelize(train_step, cluster=CLUSTER, donate_argnums=(0,)).trace(params, batch).trace
+    problem = StageProblem(trace=trace, method=autopar.Auto(), hardware=CLUSTER, cache_directory=None)
     layers, _ = KnownLayers.of(problem)(8, False, splits=False)
     plan = Plan(
         fingerprint="",
