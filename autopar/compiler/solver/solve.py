@@ -169,8 +169,8 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
     steps = (partial(found.search, light), partial(found.ascend_and_search, light), partial(found.search, NARROW))
     for step in (None, *steps):
-        # Going on with little is cheap: `max_gap` spares the rest only.
-        spared = pairs > FEW_PAIRS and found.is_enough(effort)
+        # Going on with little is cheap: `max_gap` spares the rest only, and one that is wide spares the first search.
+        spared = pairs > FEW_PAIRS and found.is_enough(effort) and (step or effort.max_gap > MAX_GAP)
         if spared or found.is_closed or effort.budget.is_spent:
             return found.best()
         if step:
