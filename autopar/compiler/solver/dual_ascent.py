@@ -143,7 +143,7 @@ def ascend(
 ) -> bool:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it.
 
-    Returns true if only `most_sweeps` ended it.
+    Returns true if `most_sweeps` were made and the gap is not closed.
     """
     # A sweep looks at every matrix twice, forward and back.
     work_of_sweep = 2 * (ascent.num_pairs + ENTRIES_OF_EDGE * len(ascent.problem.edges))

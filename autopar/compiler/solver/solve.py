@@ -136,12 +136,7 @@ def minimize(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumb
 
 
 def _presolved(
-    step: SolverStep,
-    problem: MRF,
-    effort: SolveEffort,
-    upper: float,
-    *,
-    ordered: bool = False,
+    step: SolverStep, problem: MRF, effort: SolveEffort, upper: float, *, ordered: bool = False
 ) -> Incumbent:
     """Reduce a problem, take a step on what is left of it, and return its result for the whole problem."""
     reduced = reduce_problem(problem, eliminates="elimination" not in effort.without, ordered=ordered)
