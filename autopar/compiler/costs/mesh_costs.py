@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -109,6 +110,14 @@ class MeshCosts:
         inside, across = math.prod(size for size, _ in spans), math.prod(size for _, size in spans)
         intra, inter = self.machine.intra.bandwidth_of(inside), self.machine.inter.bandwidth_of(across)
         return intra if across == 1 else inter if inside == 1 else min(intra, inside * inter)
+
+    def is_part_of(self, whole: MeshCosts) -> bool:
+        """Return whether a mesh is like some axes of another one, whose links are all the same.
+
+        What runs on it may run there as well, with the other axes idle, and takes as long.
+        """
+        mine, theirs = (Counter(size for size in each.mesh.shape if size > 1) for each in (self, whole))
+        return self.machine == whole.machine and mine <= theirs and whole.mesh.num_devices <= whole.machine.domain
 
     def links(self) -> AxisLinks | None:
         """Return what a plan says of the links of the mesh; None if its rings are equally fast, and none has levels."""

@@ -116,6 +116,23 @@ def test_what_is_chosen_by_is_what_the_program_takes(name, shape, float64):
     assert chosen_by_s == pytest.approx(found.step_time_s, rel=1e-6 if shape == (1,) else 1e-2)
 
 
+@pytest.mark.parametrize("kind", ["dgx-h100", "p3.16xlarge"])
+@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "vae", "moe", "recurrent", "control_flow"])
+def test_a_program_on_a_part_of_a_mesh_takes_no_less_than_the_best_on_the_whole(name, kind, float64):
+    case, cluster = ZOO[name], autopar.Cluster(num_devices=8, kind=kind)
+    fun, *arguments = case.make()
+    step = autopar.parallelize(fun, batch_argnums=case.batch_argnums, cluster=cluster)
+    trace = step.trace(*arguments, **case.kwargs).trace
+    found = {}
+    for shape in [(2, 4), (1, 4), (1, 2), (1, 1)]:
+        auto = autopar.Auto(mesh_shape=shape)
+        mesh = LogicalMesh(shape=shape, axis_names=auto.mesh_axes)
+        found[shape] = search_on(trace, auto, mesh, machine=cluster.machine)
+        assert found[shape].mesh_costs.is_part_of(found[(2, 4)].mesh_costs)
+        assert found[shape].step_time_s >= (1 - 1e-9) * found[(2, 4)].lower_bound_s
+    assert not found[(2, 4)].mesh_costs.is_part_of(found[(1, 4)].mesh_costs)
+
+
 @pytest.mark.parametrize("name", ["mlp", "regularized", "recurrent", "moe"])
 def test_on_one_device_a_step_as_it_is_takes_what_it_takes_as_a_plan_of_one_mesh(name, float64):
     case, cluster = ZOO[name], autopar.Cluster(num_devices=1, kind="dgx-h100")

@@ -262,6 +262,14 @@ def equation_constraints(mesh: LogicalMesh, *, ignore_user_shardings: bool) -> C
     )
 
 
+def names_axes(trace: Trace, method: Auto) -> bool:
+    """Return whether the user asks for layouts, by the axes of a mesh or by the devices of a scope."""
+    if method.pins or method.ignore_user_shardings:
+        return bool(method.pins)
+    equations = jc.all_equations(trace.jaxpr)
+    return any(constraint_of(eqn) is not None or demand_of(eqn) is not None for eqn in equations)
+
+
 def constraints_within(form: Constraints, mesh: LogicalMesh, method: str) -> Constraints:
     """Return the constraints of a form of parallelism, and within them those that the user wrote into the model.
 

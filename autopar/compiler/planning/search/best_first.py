@@ -280,6 +280,7 @@ class _Search(SearchState):
             )
         except NoneBelow as none:
             least_s = max(region.bound_s, none.bound)
+            self.bound_parts(region, least_s)
             if none.limited and not region.is_tight:
                 self.open.append(replace(region, is_tight=True, bound_s=least_s))
                 raise
@@ -291,7 +292,9 @@ class _Search(SearchState):
         assert sharding is not None
         first, (mesh,) = problem.hardware.first_devices[region.group], plan.meshes
         plan = replace(plan, meshes=(replace(mesh, devices=tuple(first + device for device in mesh.devices)),))
-        self.closed_s = min(self.closed_s, max(region.bound_s, sharding.lower_bound_s))
+        least_s = max(region.bound_s, sharding.lower_bound_s)
+        self.bound_parts(region, least_s)
+        self.closed_s = min(self.closed_s, least_s)
         self.tried.add(region.num_microbatches)
         self.add(plan, str(region), sharding.step_time_s)
         if not sharding.recomputed:
@@ -300,6 +303,12 @@ class _Search(SearchState):
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
             self.open += self.space.with_more_microbatches(region)
         return sharding.step_time_s
+
+    def bound_parts(self, whole: OneProgram, least_s: float) -> None:
+        """Raise the bounds of programs on parts of a mesh, of which none takes less than the best one there."""
+        for place, region in enumerate(self.open):
+            if isinstance(region, OneProgram) and self.space.is_part(region, whole):
+                self.open[place] = replace(region, bound_s=max(region.bound_s, least_s))
 
     def solve_lanes(self, region: Lanes) -> None:
         """Find the stages of the lanes, one each or the best pipelines, their shares, and the best layouts of each."""

@@ -12,17 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_whole_training, unroll_training_loops, without_gradient
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.planning.demands.constraints import names_axes
 from autopar.compiler.planning.one_mesh import mesh_choices
 from autopar.compiler.planning.search.candidates import equal_counts, microbatch_counts, worth_splitting
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import NotSplittable, Unsupported
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.plain_text import microbatches_in_words
@@ -379,6 +382,27 @@ class Space:
     def may_be_there(self, region: Region) -> bool:
         """Return false for what is known not to be there; nothing is traced to know."""
         return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits != [False]
+
+    def is_part(self, region: OneProgram, whole: OneProgram) -> bool:
+        """Return whether a program is on a part of the mesh of another, which may do the same, its other axes idle."""
+        if (region.group, region.num_microbatches) != (whole.group, whole.num_microbatches) or self.demands_axes:
+            return False
+        if region.num_devices >= whole.num_devices:
+            return False
+        part, every = (self.mesh_costs(each) for each in (region, whole))
+        return part is not None and every is not None and part.is_part_of(every)
+
+    def mesh_costs(self, region: OneProgram) -> MeshCosts | None:
+        """Return the costs of the mesh of one program; None for the best of several shapes."""
+        if region.shape is None:
+            return None
+        mesh = LogicalMesh(shape=region.shape, axis_names=replace(self.problem.method, mesh_shape=region.shape).mesh_axes)
+        return MeshCosts(machine=self.problem.machine_on(region.num_devices, region.group), mesh=mesh)
+
+    @cached_property
+    def demands_axes(self) -> bool:
+        """True if the user asks for something of the axes of a mesh, so that some of them may not idle."""
+        return self.problem.method.kinds is not None or names_axes(self.problem.trace, self.problem.method)
 
     def pads(self, region: OneProgram) -> bool:
         """Return whether some devices stay idle for a mesh with an axis that divides no dimension evenly."""

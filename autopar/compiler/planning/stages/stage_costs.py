@@ -530,7 +530,7 @@ class RangeCosts:
             for more in sorted(ranges.solved, key=lambda each: each.num_devices)
             if more.group == submesh.group and more.num_devices > submesh.num_devices
             for costs in [self._mesh_costs(more)]
-            if costs.machine == mine.machine and _is_part(mine, costs)
+            if mine.is_part_of(costs)
         ]
 
     def _saving_on_more(self, submesh: Submesh) -> Callable[[int], list[StageCost]]:
@@ -610,12 +610,6 @@ def _no_less_bytes(least: StageCost, others: Sequence[StageCost]) -> StageCost:
     """Return the cost with at least as many bytes of each kind as the fewest among others."""
     fewest = {name: min((getattr(each, name) for each in others), default=0.0) for name in _BYTES}
     return replace(least, **{name: max(getattr(least, name), nbytes) for name, nbytes in fewest.items()})
-
-
-def _is_part(part: MeshCosts, whole: MeshCosts) -> bool:
-    """Return whether a mesh is like some axes of another one whose links are all the same."""
-    mine, others = (Counter(size for size in each.mesh.shape if size > 1) for each in (part, whole))
-    return mine <= others and whole.mesh.num_devices <= whole.machine.domain
 
 
 def _seconds(cost: StageCost) -> np.ndarray:

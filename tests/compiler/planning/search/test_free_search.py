@@ -329,6 +329,32 @@ def test_idle_devices_are_left_by_meshes_that_divide_what_there_is():
     assert not space.pads(space.program(8, (1, 8), 1))  # none is idle
 
 
+def looked_at(step, directory, monkeypatch):
+    """The meshes of the programs that a search solves, and its plan."""
+    solved, solve = set(), best_first._Search.solve_program
+    cluster = autopar.Cluster.parse("1x dgx-h100")
+    with monkeypatch.context() as patch:
+        patch.setenv("AUTOPAR_CACHE_DIR", str(directory))
+        patch.setattr(best_first._Search, "solve_program", lambda *a: solved.add(a[1].shape) or solve(*a))
+        plan = autopar.parallelize(step, cluster=cluster).trace(*arguments(64, 16)).plan().plan
+    return solved, plan
+
+
+def test_programs_on_parts_of_a_mesh_are_not_looked_at_unless_the_user_names_axes(tmp_path, monkeypatch):
+    def constrained(params, batch):
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        return train_step(params, batch | {"x": jax.lax.with_sharding_constraint(batch["x"], sharding)})
+
+    free, plan = looked_at(train_step, tmp_path / "free", monkeypatch)
+    assert (2, 4) in free and not free & {(1, 4), (1, 2), (1, 1)}
+    demanding, _ = looked_at(constrained, tmp_path / "demanding", monkeypatch)
+    assert {(1, 4), (1, 2)} <= demanding
+    monkeypatch.setattr(Space, "is_part", lambda *_: False)
+    every, same = looked_at(train_step, tmp_path / "every", monkeypatch)
+    assert free | {(1, 4), (1, 2)} <= every and same.meshes == plan.meshes
+
+
 def test_more_devices_make_no_plan_slower_although_batch_and_layers_do_not_divide_among_them():
     took_s: list[float] = []
     for num_devices in range(2, 9):
