@@ -237,8 +237,10 @@ class _Writer:
             self.forms[wanted] = wanted
             if not agrees and self._evaluate_part(wanted):
                 return wanted
-            again = (origin, wanted.layout) in self.gathered
-            self.gathered.add((origin, wanted.layout))
+            made = self.produced[wanted.variable]
+            source = made if made.layout == origin.layout else origin  # which a form in the same layout is
+            again = (source, wanted.layout) in self.gathered
+            self.gathered.add((source, wanted.layout))
             self._reshard(origin, wanted, latest if again else None)
         return self.forms[wanted]
 
