@@ -109,9 +109,9 @@ def action_values(action: Action) -> tuple[tuple[Value, ...], list[Value]]:
     return results, [each for each in operands if isinstance(each, Value)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LocalBlock:
-    """The actions of one jaxpr, in order."""
+    """The actions of one jaxpr, in order; without a long `repr`, since each value of a program names its block."""
 
     jaxpr: jc.Jaxpr
     inputs: tuple[Value, ...]
