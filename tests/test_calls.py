@@ -560,3 +560,51 @@ def test_gradients_of_whole_numbers_are_returned_as_by_jit(method):
     wanted = jax.jit(step)(params, X)
     assert found["times"].dtype == wanted["times"].dtype == jax.dtypes.float0
     np.testing.assert_allclose(found["a"], wanted["a"], rtol=1e-5, atol=1e-7)
+
+
+NUMBERS = {
+    "data": autopar.DataParallel(),
+    "microbatches": autopar.DataParallel(num_microbatches=2),
+    "stages": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+    "search": autopar.Auto(),
+}
+
+
+@pytest.mark.parametrize("method", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_python_in_the_state_give_way_to_arrays_in_every_later_call_as_by_jit(method):
+    def step(state, x):
+        def loss(ws):
+            return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+        gradients = jax.grad(loss)(state["ws"])
+        ws = [w - state["rate"] * g for w, g in zip(state["ws"], gradients, strict=True)]
+        return {"ws": ws, "rate": state["rate"] * 0.5, "decay": state["decay"]}, 2.5, state["rate"] > 1
+
+    narrow = W.astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    results = {}
+    for name, run in {"plain": jax.jit(step), "parallel": autopar.parallelize(step, method=method)}.items():
+        state = {"ws": [narrow[0], narrow[0] + 1], "rate": 0.1, "decay": 0.9}
+        for rows in (16, 8):  # the second shape is traced with the state that came back
+            state, *others = run(state, narrow[1][:rows])
+        results[name] = [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves((state, others))]
+    assert results["parallel"] == results["plain"]
+    assert [weak for _, weak in results["plain"]] == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("method", NUMBERS.values(), ids=NUMBERS)
+def test_state_of_less_than_a_byte_per_element_is_taken_as_it_was_returned(method):
+    def step(state, x):
+        def loss(ws):
+            return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+        gradients = jax.grad(loss)([w + 0.1 * code.astype(w.dtype) for w, code in state])
+        codes = [jnp.clip(code - jnp.sign(g).astype(code.dtype), -7, 7) for (_, code), g in zip(state, gradients)]
+        return [(w - 0.1 * g, code) for (w, _), g, code in zip(state, gradients, codes)]
+
+    state = wanted = [(W, jnp.ones_like(W, dtype=jnp.int4)), (W + 1, jnp.ones_like(W, dtype=jnp.int4))]
+    parallel, plain = autopar.parallelize(step, method=method), jax.jit(step)
+    for _ in range(3):
+        state, wanted = parallel(state, X), plain(wanted, X)
+    for found, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-4, atol=1e-5)

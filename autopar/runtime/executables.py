@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.ir.program import ArrayType, Executable, MeshProgram
 from autopar.runtime.interfaces import Device
 
 _PINNED = "pinned_host"
+PACKED_DTYPES = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -90,10 +92,10 @@ def compile_all(
 
     Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.
     """
-    lowered = [_lowered(e, meshes[e.mesh], marked) for e in executables]
+    lowered = [_lowered(e, meshes[e.mesh], marked) for e in executables]  # each compiles when it is called
     console = Console(stderr=True)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        compiling = [pool.submit(low.compile) for low in lowered]
+        compiling = [pool.submit(low) for low in lowered]
         shown = track(compiling, "compiling", console=console, transient=True, disable=not console.is_terminal)
         return {e.name: work.result() for e, work in zip(executables, shown, strict=True)}
 
@@ -104,7 +106,7 @@ def compile_at_first_call(
     """Return every executable as a function that compiles it when it is called first."""
 
     def later(executable: Executable) -> Callable[..., Any]:
-        compiled = cache(lambda: _lowered(executable, meshes[executable.mesh], marked).compile())
+        compiled = cache(lambda: _lowered(executable, meshes[executable.mesh], marked)())
         return lambda *arrays: compiled()(*arrays)
 
     return {e.name: later(e) for e in executables}
@@ -120,20 +122,42 @@ def has_effects(executable: Executable) -> bool:
     return executable.guarded is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
 
 
-def _lowered(executable: Executable, mesh: Mesh, marked: bool) -> Any:
+@dataclass(frozen=True)
+class _OfPackedValues:
+    """An executable that takes values of less than a byte per element, called by `jax.jit`, which finds it compiled.
+
+    What is compiled ahead of time compares the layouts of its arguments, and JAX writes those of arrays otherwise.
+    """
+
+    function: Callable[..., Any]
+    compiled: Any
+
+    def __call__(self, *arrays: jax.Array) -> list[Any]:
+        return self.function(*arrays)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+
+def _lowered(executable: Executable, mesh: Mesh, marked: bool) -> Callable[[], Callable[..., Any]]:
     arguments = [
         jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
         for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)
     ]
+    function = _jitted(executable, mesh, marked or has_effects(executable))
     with without_mesh():
-        return _jitted(executable, mesh, marked or has_effects(executable)).lower(*arguments)
+        lowered = function.lower(*arguments)
+    if not any(kind.dtype in PACKED_DTYPES for kind in executable.inputs):
+        return lowered.compile
+    return lambda: _OfPackedValues(function, lowered.compile())
 
 
 def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:
     fun = jaxpr_as_fun(executable.jaxpr)
 
     def call(*arrays: jax.Array) -> list[Any]:
-        return [*fun(*arrays), *([jnp.zeros(())] if marked else [])]
+        results = [as_weak(x) if kind.weak else x for x, kind in zip(fun(*arrays), executable.outputs, strict=True)]
+        return [*results, *([jnp.zeros(())] if marked else [])]
 
     call.__name__ = call.__qualname__ = executable.name  # what profiles and dumps of XLA show
     return jax.jit(
@@ -146,6 +170,13 @@ def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:
         donate_argnums=executable.donated,
         keep_unused=True,  # so that the planned positions are the compiled ones
     )
+
+
+def as_weak(x: Any) -> Any:
+    """Return the array as one whose dtype gives way to others, as that of a Python number does."""
+    if x.weak_type:
+        return x
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def _shardings(types: Sequence[ArrayType], mesh: Mesh) -> tuple[NamedSharding, ...]:

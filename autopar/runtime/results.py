@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar.ir.instructions import spec_axes
 from autopar.ir.program import Output, Program
 from autopar.ir.results import PlacedRows, result_parts
+from autopar.runtime.executables import as_weak
 from autopar.runtime.interpreter import Environment
 
 ReadResult = Callable[[Environment], Any]
@@ -39,18 +40,26 @@ def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: 
 
 def _result(output: Output, places: list[int], program: Program, layouts: Layouts, *, again: bool) -> ReadResult:
     if not places:
-        # A new array each time, because the caller may donate it.
-        return lambda env: jax.device_put(np.asarray(output.literal))
+        # A new array each time, because the caller may donate it. That of a Python number has the type of one.
+        literal = output.literal if isinstance(output.literal, int | float | complex) else np.asarray(output.literal)
+        return lambda env: jax.device_put(literal)
     if len(places) == 1:
         result: ReadResult = itemgetter(places[0])
     else:
         there = [layouts[part] for part in output.parts]
         result = _stacked(places, result_parts(program.meshes, output), there)
+    if all(program.meshes[mesh].values[name].weak for mesh, name in output.parts):
+        result = _weak(result)
     if again or output.copied:
         # As jit does: results never share a buffer with each other, nor with an argument that was not donated, or
         # donating one would destroy the other.
         return lambda env: result(env).copy()
     return result
+
+
+def _weak(result: ReadResult) -> ReadResult:
+    cast = jax.jit(as_weak)
+    return lambda env: found if (found := result(env)).weak_type else cast(found)
 
 
 def _stacked(places: list[int], parts: tuple[PlacedRows, ...], layouts: list[NamedSharding]) -> ReadResult:

@@ -115,16 +115,16 @@ def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlaceme
 
 
 def _place(leaf: Leaf, uses: Iterable[Input], program: Program, returned_on: set[int]) -> LeafPlacement:
-    kind = ArrayType(shape=tuple(leaf.aval.shape), dtype=str(leaf.aval.dtype))
+    kind = ArrayType.of(leaf.aval, PartitionSpec())
     # Where the step leaves the state, there it finds it next time; then the first mesh.
     wanted = sorted(uses, key=lambda use: (use.mesh not in returned_on, use.mesh))
     parts = [_part(use, program) for use in wanted]
     chosen = _cover(parts, kind.shape)
     if chosen is None:  # Nobody reads it, or only windows of which none can be a result.
         mesh = parts[0].mesh if parts else 0
-        chosen = [PlacedRange(mesh=mesh, kind=replace(kind, spec=PartitionSpec()))]
+        chosen = [PlacedRange(mesh=mesh, kind=kind)]
     copies = tuple(part for part in parts if part not in chosen)
-    return LeafPlacement(name=leaf.name, kind=replace(kind, spec=PartitionSpec()), parts=tuple(chosen), copies=copies)
+    return LeafPlacement(name=leaf.name, kind=kind, parts=tuple(chosen), copies=copies)
 
 
 def _part(use: Input, program: Program) -> PlacedRange:

@@ -23,7 +23,8 @@ If examples come from two sources that never meet (real ones and noise), both ar
 otherwise the batch is ambiguous.
 
 Where nothing outside of the state is a batch, the state may hold it: environments that a step of reinforcement learning
-takes along. The same is then asked of the state that no gradient changes, and that the gradient is taken of.
+takes along. The same is then asked of the state that no gradient changes, and that the gradient is taken of. A step
+without a gradient that takes examples along, such as one that decodes with a cache of keys, has the batch in both.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def find_batch(
         named = {dims.inputs[i][axis] for i, axis in given_axes.items()}
         others = {i: axis for i, axis in _carrying(dims, named).items() if i not in unbatched and i not in state}
         return FoundBatch.along({**others, **given_axes})
+    if taken_along := _taken_along(dims, state, unbatched):
+        return FoundBatch.along({i: a for i, a in _carrying(dims, taken_along).items() if i not in unbatched})
     found = _among(closed, dims, names, arguments, state, unbatched)
     if not found.inputs and not found.ambiguous and dims.rounds != dims.in_turn:
         found = _among(closed, replace(dims, rounds=dims.in_turn), names, arguments, state, unbatched)
@@ -124,6 +127,22 @@ def _among(
     unread = {i: 0 for i in _unread(closed) & others if shapes[i][:1] == (rows,) and arguments[i] in of_batch}
     inside = {i: axis for i, axis in _carrying(dims, set(winners)).items() if i in others}
     return FoundBatch.along({**inside, **unread, **leading})
+
+
+def _taken_along(dims: StepDimensions, state: Collection[int], unbatched: Collection[int]) -> set[Dimension]:
+    """Return the examples of which a step without a gradient takes state along, as one that decodes does.
+
+    They are the one dimension that some of its state has first, and another input, and that nothing reduces or numbers.
+    """
+    if dims.differentiated:
+        return set()
+    ends = {f for r in dims.reductions for f in r.reduced} | dims.rounds
+    first = {True: set[Dimension](), False: set[Dimension]()}
+    for i, value in enumerate(dims.inputs):
+        if i not in unbatched and value and value[0] and ends.isdisjoint(value[0]):
+            first[i in state].add(value[0])
+    both = first[True] & first[False]
+    return both if len(both) == 1 else set()
 
 
 def unlearned_state(closed: jc.ClosedJaxpr, state: Mapping[int, int]) -> set[int]:

@@ -348,7 +348,7 @@ def _traced(flat_step: Callable[..., Any], leaves: Sequence[Leaf]) -> tuple[jc.C
         return outputs
 
     closed = jax.make_jaxpr(flat)(*(leaf.aval for leaf in leaves))
-    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in closed.out_avals]
     named = zip(found[-1].names, avals, strict=True)
     return closed, tuple(Leaf(name=name, argument=None, aval=aval) for name, aval in named), found[-1]
 

@@ -104,7 +104,7 @@ def _executable(
 
     jaxpr = normalize(jc.trace(run, traced.in_avals))
     # Arguments are keys and numbers; each device takes all of them.
-    inputs = tuple(ArrayType(shape=a.shape, dtype=str(a.dtype), spec=PartitionSpec()) for a in traced.in_avals)
+    inputs = tuple(ArrayType.of(a, PartitionSpec()) for a in traced.in_avals)
     return Executable(
         name=name,
         mesh=mesh,
@@ -119,7 +119,7 @@ def _executable(
 def _cut(value: Any, part: ResultPart) -> Any:
     array = jax.numpy.asarray(value)
     if not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.lax.convert_element_type(array, array.dtype)  # no weak type: a result has a dtype of its own
+        array = jax.lax.convert_element_type(array, array.dtype)  # the place says if it gives way to others
     window = part.window
     if window is None:
         return array

@@ -30,9 +30,11 @@ def single_program(trace: Trace, plan: Plan, *, on_paper: bool) -> Program:
     else:
         input_specs, output_specs = sharded.input_specs, sharded.output_specs
         jaxpr = None if on_paper and not makes_host_values(sharded.whole) else sharded.jaxpr
-    types = {name: _type(leaf.aval, spec) for name, leaf, spec in zip(inputs, trace.inputs, input_specs, strict=True)}
+    types = {
+        name: ArrayType.of(leaf.aval, spec) for name, leaf, spec in zip(inputs, trace.inputs, input_specs, strict=True)
+    }
     input_types = [types[name] for name in inputs]
-    output_types = [_type(trace.outputs[i].aval, spec) for i, spec in zip(computed, output_specs, strict=True)]
+    output_types = [ArrayType.of(trace.outputs[i].aval, spec) for i, spec in zip(computed, output_specs, strict=True)]
     types |= dict(zip(outputs.values(), output_types, strict=True))
     donated = _donated(trace, input_types, output_types)
     executable = Executable(
@@ -67,10 +69,6 @@ def single_program(trace: Trace, plan: Plan, *, on_paper: bool) -> Program:
         outputs=tuple(_output(i, v, outputs) for i, v in enumerate(outvars)),
         num_microbatches=1,
     )
-
-
-def _type(aval: Any, spec: PartitionSpec) -> ArrayType:
-    return ArrayType(shape=tuple(aval.shape), dtype=str(aval.dtype), spec=spec)
 
 
 def _donated(trace: Trace, inputs: list[ArrayType], outputs: list[ArrayType]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ StageGraph, Plan, mesh number  ->  ShardedMesh      the same programs with expli
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -161,9 +161,6 @@ class _Types(dict[str, ArrayType]):
     def __missing__(self, name: str) -> ArrayType:
         value: Any = self.graph.values[name]
         layout = self.layouts.get(name) or replicated(len(value.shape))
-        self[name] = ArrayType(
-            shape=border_shape(tuple(value.shape), layout, self.mesh),
-            dtype=str(value.dtype),
-            spec=border_spec(layout, self.mesh),
-        )
+        shape = border_shape(tuple(value.shape), layout, self.mesh)
+        self[name] = replace(ArrayType.of(value, border_spec(layout, self.mesh)), shape=shape)
         return self[name]

@@ -102,6 +102,7 @@ class _Builder:
                 name=name,
                 shape=tuple(aval.shape),
                 dtype=aval.dtype,
+                weak_type=aval.weak_type,
                 per_microbatch=per_microbatch,
                 copy_of="" if per_microbatch or tag in (None, "sum") else self._made_name(v),
             )

@@ -32,6 +32,7 @@ class GraphValue:
     shape: tuple[int, ...]
     dtype: Any
     per_microbatch: bool
+    weak_type: bool = False
     copy_of: str = ""
     """A name for what every stage that reads it computes for itself, once per step: the same for all of these."""
 

@@ -54,6 +54,8 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
                 return [scatter_locally(eqn, args, strategy, mesh)]
             case "ragged_dot_general":
                 return jc.bind_equation(eqn, [*args[:2], _own_rows(eqn, args[2], strategy, mesh)])
+            case "fft":  # XLA transforms rows, and on CPUs lets a collective beside it choose another order
+                return [jc.in_row_major_order(x) for x in jc.bind_equation(eqn, [jc.in_row_major_order(args[0])])]
             case name if name == COMPRESSED_SUM and strategy.combined:
                 return [compressed_sum(args[0], strategy, mesh)]
             case name if name in VISIBLE:

@@ -82,13 +82,13 @@ class DistributedArray(NDArrayOperatorsMixin):
 
     @property
     def weak_type(self) -> bool:
-        """Results of a step have a dtype of their own."""
-        return False
+        """True if the dtype is that of a Python number, which gives way to others."""
+        return self.placed.weak
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype alone."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
 
     def is_deleted(self) -> bool:
         """Return True if the value was deleted, or donated to a step."""

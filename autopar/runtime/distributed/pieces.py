@@ -7,7 +7,7 @@ pieces on several meshes    a stacked value, for example the layers of a scan ov
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.ir.program import Output, Program, Window
@@ -42,6 +42,8 @@ class Placed:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
+    weak: bool = field(default=False, compare=False)
+    """True if the dtype is that of a Python number, which gives way to others."""
 
     @cached_property
     def devices(self) -> frozenset[int]:
@@ -71,7 +73,7 @@ def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, 
     types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
     if len(types) == 1:
         piece = Piece(layout=layouts[output.parts[0]], shape=types[0].shape)
-        return Placed(shape=types[0].shape, dtype=types[0].dtype, pieces=(piece,))
+        return Placed(shape=types[0].shape, dtype=types[0].dtype, pieces=(piece,), weak=types[0].weak)
     pieces: list[Piece] = []
     start = 0
     for part, kind in zip(output.parts, types, strict=True):

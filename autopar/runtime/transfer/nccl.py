@@ -40,13 +40,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from autopar.errors import HostLost, Unsupported
+from autopar.runtime.executables import PACKED_DTYPES
 from autopar.runtime.interfaces import Device, Parcel, Post, Pull
 from autopar.runtime.transfer.endpoints import ProcessOf
 
 WAIT_S = 60.0
 """Seconds that a process waits for the number of a communicator."""
-
-PACKED_DTYPES = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 Pair = tuple[int, int]  # source device, destination device
 

@@ -560,3 +560,38 @@ def test_a_row_that_cannot_be_two_is_no_batch():
         return updated(params, lambda p: jnp.mean(predict(p, jnp.ones((3, WIDTH)) + bias.reshape(1, WIDTH)) ** 2))
 
     assert batch_of(autopar.parallelize(step).trace(PARAMS, zeros(1, WIDTH)).trace) == []
+
+
+def decode(params, cache, token):
+    """One token of each sequence, which looks at those before it."""
+    h = params["table"][token]
+    keys = jax.lax.dynamic_update_slice_in_dim(cache["keys"], (h @ params["key"])[:, None], cache["at"], 1)
+    scores = jnp.einsum("bd,btd->bt", h @ params["query"], keys)
+    seen = jnp.arange(keys.shape[1]) <= cache["at"]
+    h = jnp.einsum("bt,btd->bd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), keys)
+    return {"keys": keys, "at": cache["at"] + 1}, h @ params["table"].T
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero(), autopar.Auto(num_microbatches=2)])
+def test_the_batch_of_a_step_that_decodes_is_in_its_cache_and_its_tokens(method):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"table": (CLASSES, 16), "key": (16, 16), "query": (16, 16)}
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    cache = wanted = {"keys": jnp.zeros((16, 4, 16)), "at": 0}
+    parallel, token = autopar.parallelize(decode, method=method), jnp.arange(16) % CLASSES
+    assert set(batch_of(parallel.trace(params, cache, token).trace)) == {"cache.keys", "token"}
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ReplicatedWarning)
+            cache, scores = parallel(params, cache, token)
+        wanted, expected = jax.jit(decode)(params, wanted, token)
+        np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(cache["keys"], wanted["keys"], rtol=1e-5, atol=1e-6)
+
+
+def averaged(averages, params):
+    return jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, averages, params)
+
+
+def test_a_step_that_averages_parameters_has_no_batch():
+    assert batch_of(autopar.parallelize(averaged).trace(PARAMS, PARAMS).trace) == []

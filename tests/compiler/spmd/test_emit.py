@@ -12,6 +12,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import autopar
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
@@ -20,6 +21,7 @@ from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from tests.compiler.planned_steps import GRID, LINE, plan_step, traced
+from tests.small_steps import assert_same
 
 # XLA forgets on CPUs, and only there, what keeps a recomputation apart, and merges it with what is computed already.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -213,3 +215,25 @@ def test_what_a_user_sees_once_happens_once(function, expected):
     jax.effects_barrier()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert seen == [pytest.approx(float((x**2).sum()), rel=1e-5)]
+
+
+def test_a_transform_of_features_that_are_gathered_after_it_runs_in_the_order_of_its_rows():
+    def step(weights, x, y):
+        def loss(weights):
+            spectra = jnp.fft.rfft2((x.reshape(-1, 4, 4, 1) @ weights["lift"]), axes=(1, 2))
+            mixed = jnp.einsum("bxyi,ioxy->bxyo", spectra, weights["real"] + 1j * weights["imaginary"])
+            features = jax.nn.gelu(jnp.fft.irfft2(mixed, s=(4, 4), axes=(1, 2)))
+            return jnp.mean((features.mean(-1).reshape(-1, 16) - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = {
+        "lift": jnp.ones((1, 4)),
+        "real": jax.random.normal(keys[0], (4, 4, 4, 3)),
+        "imaginary": jax.random.normal(keys[1], (4, 4, 4, 3)),
+    }
+    x, y = (jax.random.normal(key, (16, 16)) for key in keys[2:])
+    parallel = autopar.parallelize(step, method=autopar.Megatron(data=2, tensor=4))
+    assert_same(parallel(weights, x, y), jax.jit(step)(weights, x, y), 1e-4)

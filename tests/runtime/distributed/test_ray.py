@@ -153,6 +153,18 @@ def test_results_stay_on_the_cluster_until_they_are_read(cluster):
     assert "16, 16" in repr(state[0])
 
 
+def test_numbers_of_python_come_back_from_a_cluster_as_such(cluster):
+    def step(state, x):
+        gradient = jax.grad(lambda w: tanh_loss([w], (x, x)))(state["w"])
+        return {"w": state["w"] - state["rate"] * gradient, "rate": state["rate"] * 0.5}
+
+    ours = autopar.parallelize(step, method=autopar.DataParallel())
+    state = {"w": jnp.eye(4, dtype=jnp.bfloat16), "rate": 0.1}
+    for rows in (16, 8):  # the second shape is traced with the state that came back
+        state = ours(state, jnp.ones((rows, 4), jnp.bfloat16))
+    assert (state["w"].dtype, state["rate"].weak_type) == (jnp.bfloat16, True)
+
+
 def test_threads_that_call_one_step_on_a_cluster_get_their_own_results(cluster):
     step, plain, (state, batch) = pipelined(), jax.jit(train_step), made()
 
