@@ -396,7 +396,9 @@ class Space:
         """Return the costs of the mesh of one program; None for the best of several shapes."""
         if region.shape is None:
             return None
-        mesh = LogicalMesh(shape=region.shape, axis_names=replace(self.problem.method, mesh_shape=region.shape).mesh_axes)
+        mesh = LogicalMesh(
+            shape=region.shape, axis_names=replace(self.problem.method, mesh_shape=region.shape).mesh_axes
+        )
         return MeshCosts(machine=self.problem.machine_on(region.num_devices, region.group), mesh=mesh)
 
     @cached_property
