@@ -34,14 +34,14 @@ class ArrayType:
     dtype: str
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     memory: Memory = "device"
-    weak: bool = field(default=False, compare=False)
+    weak_type: bool = field(default=False, compare=False)
     """True if the dtype is that of a Python number, which gives way to others; no place or byte depends on it."""
 
     @classmethod
     def of(cls, aval: Any, spec: PartitionSpec) -> "ArrayType":
         """Return the type of a value of a program on the devices, laid out so."""
-        weak = bool(getattr(aval, "weak_type", False))
-        return cls(shape=tuple(aval.shape), dtype=str(aval.dtype), spec=spec, weak=weak)
+        weak_type = bool(getattr(aval, "weak_type", False))
+        return cls(shape=tuple(aval.shape), dtype=str(aval.dtype), spec=spec, weak_type=weak_type)
 
     @property
     def nbytes(self) -> int:

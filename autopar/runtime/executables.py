@@ -124,16 +124,18 @@ def has_effects(executable: Executable) -> bool:
 
 @dataclass(frozen=True)
 class _OfPackedValues:
-    """An executable that takes values of less than a byte per element, called by `jax.jit`, which finds it compiled.
+    """An executable that takes values of less than a byte per element, called by `jax.jit`.
 
-    What is compiled ahead of time compares the layouts of its arguments, and JAX writes those of arrays otherwise.
+    What is compiled ahead of time compares the layouts of its arguments, and JAX writes those of arrays otherwise. So
+    `jax.jit` compiles it again, for the arguments of the caller and for its own results. `compiled` tells of it.
     """
 
     function: Callable[..., Any]
     compiled: Any
 
     def __call__(self, *arrays: jax.Array) -> list[Any]:
-        return self.function(*arrays)
+        with without_mesh():  # it is not compiled for a mesh of the caller's
+            return self.function(*arrays)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compiled, name)
@@ -156,7 +158,9 @@ def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:
     fun = jaxpr_as_fun(executable.jaxpr)
 
     def call(*arrays: jax.Array) -> list[Any]:
-        results = [as_weak(x) if kind.weak else x for x, kind in zip(fun(*arrays), executable.outputs, strict=True)]
+        results = [
+            as_weak(x) if kind.weak_type else x for x, kind in zip(fun(*arrays), executable.outputs, strict=True)
+        ]
         return [*results, *([jnp.zeros(())] if marked else [])]
 
     call.__name__ = call.__qualname__ = executable.name  # what profiles and dumps of XLA show

@@ -48,7 +48,7 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     else:
         there = [layouts[part] for part in output.parts]
         result = _stacked(places, result_parts(program.meshes, output), there)
-    if all(program.meshes[mesh].values[name].weak for mesh, name in output.parts):
+    if all(program.meshes[mesh].values[name].weak_type for mesh, name in output.parts):
         result = _weak(result)
     if again or output.copied:
         # As jit does: results never share a buffer with each other, nor with an argument that was not donated, or

@@ -119,7 +119,8 @@ def _executable(
 def _cut(value: Any, part: ResultPart) -> Any:
     array = jax.numpy.asarray(value)
     if not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.lax.convert_element_type(array, array.dtype)  # the place says if it gives way to others
+        # Weak where the type of its place says so, and only there.
+        array = jax.lax.convert_element_type(array, array.dtype)
     window = part.window
     if window is None:
         return array

@@ -83,7 +83,7 @@ class DistributedArray(NDArrayOperatorsMixin):
     @property
     def weak_type(self) -> bool:
         """True if the dtype is that of a Python number, which gives way to others."""
-        return self.placed.weak
+        return self.placed.weak_type
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

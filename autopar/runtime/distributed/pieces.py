@@ -42,7 +42,7 @@ class Placed:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-    weak: bool = field(default=False, compare=False)
+    weak_type: bool = field(default=False, compare=False)
     """True if the dtype is that of a Python number, which gives way to others."""
 
     @cached_property
@@ -73,7 +73,7 @@ def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, 
     types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
     if len(types) == 1:
         piece = Piece(layout=layouts[output.parts[0]], shape=types[0].shape)
-        return Placed(shape=types[0].shape, dtype=types[0].dtype, pieces=(piece,), weak=types[0].weak)
+        return Placed(shape=types[0].shape, dtype=types[0].dtype, pieces=(piece,), weak_type=types[0].weak_type)
     pieces: list[Piece] = []
     start = 0
     for part, kind in zip(output.parts, types, strict=True):

@@ -25,7 +25,6 @@ from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidat
 from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
-from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import NotSplittable, Unsupported
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.plain_text import microbatches_in_words
@@ -385,20 +384,15 @@ class Space:
 
     def is_part(self, region: OneProgram, whole: OneProgram) -> bool:
         """Return whether a program is on a part of the mesh of another, which may do the same, its other axes idle."""
-        if (region.group, region.num_microbatches) != (whole.group, whole.num_microbatches) or self.demands_axes:
+        alike = (region.group, region.num_microbatches) == (whole.group, whole.num_microbatches)
+        fewer = region.num_devices < whole.num_devices
+        if not (alike and fewer and region.shape and whole.shape) or self.demands_axes:
             return False
-        if region.num_devices >= whole.num_devices:
-            return False
-        part, every = (self.mesh_costs(each) for each in (region, whole))
-        return part is not None and every is not None and part.is_part_of(every)
+        return self.mesh_costs(region).is_part_of(self.mesh_costs(whole))
 
-    def mesh_costs(self, region: OneProgram) -> MeshCosts | None:
-        """Return the costs of the mesh of one program; None for the best of several shapes."""
-        if region.shape is None:
-            return None
-        mesh = LogicalMesh(
-            shape=region.shape, axis_names=replace(self.problem.method, mesh_shape=region.shape).mesh_axes
-        )
+    def mesh_costs(self, region: OneProgram) -> MeshCosts:
+        """Return the costs of the mesh of one program, whose shape is known."""
+        (mesh,) = mesh_choices(replace(self.problem.method, mesh_shape=region.shape), region.num_devices)
         return MeshCosts(machine=self.problem.machine_on(region.num_devices, region.group), mesh=mesh)
 
     @cached_property
