@@ -62,8 +62,7 @@ _NEXT_SHARE = 0.97
 _LESS_MEMORY_SHARE = 0.97
 """Share of the time, by layers, of stages that need too much memory; those that need less memory rarely undercut it."""
 _MUCH_MEMORY = 0.8
-"""Share of a budget. A plan that needs less gains nothing by more microbatches. One that needs more rarely gains by
-larger ones."""
+"""Share of a budget. A plan that needs less gains nothing by more microbatches."""
 _USUAL_SHARE = 0.97
 """Share of the time by their layers that stages usually take at least as a whole."""
 _NUM_RUNNERS_UP = 5
@@ -176,8 +175,6 @@ class _Search(SearchState):
         out_of_time = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
         while self.open:
             region = self.next_region()
-            if region is None and self.tell_again():
-                continue
             if region is None:
                 break
             if isinstance(region, Stages) and (self.is_done(region) if region.searched else self.is_put_off(region)):
@@ -337,23 +334,10 @@ class _Search(SearchState):
         others_s = region.by_others_s
         if self.space.problem.method.effort != "thorough":
             others_s = self.told.equal_s(region)
-        if others_s <= region.by_others_s and self.best is not None and self.layers_tell:
-            others_s = self.told.unequal_s(region, self.best_s / self.whole_share(region))
         if others_s <= region.by_others_s:
             return False
-        later = replace(region, by_others_s=others_s, told_from=self.told.distance(region))
-        self.open[self.open.index(region)] = later
+        self.open[self.open.index(region)] = replace(region, by_others_s=others_s)
         return True
-
-    def tell_again(self) -> bool:
-        """Forget what microbatches of far sizes tell where nearer ones are known since; return whether there was any.
-
-        Temporary values, of which some have no rows, need much less than in proportion.
-        """
-        nearer = [each for each in self.open if isinstance(each, Stages) and self.told.is_nearer(each)]
-        for each in nearer:
-            self.open[self.open.index(each)] = replace(each, by_others_s=0.0, told_from=math.inf)
-        return bool(nearer)
 
     def is_done(self, region: Stages) -> bool:
         """Close a region that was searched, if stages gain no more than they were taken to; return whether it is."""
@@ -446,9 +430,6 @@ class _Search(SearchState):
             self.learned.learn_step(candidate, simulated_s)
             sharded = replace(sharded, peaks=tuple(self.simulated.peak_bytes(plan)))
             if sharded.fits:
-                if simulated_s < self.best_s:
-                    is_short = max(sharded.peak_shares) > _MUCH_MEMORY
-                    self.numbers.short_below = candidate.layers.num_microbatches if is_short else 0
                 self.add(plan, str(candidate), simulated_s)
                 return
             self.learn_memory(region, sharded)

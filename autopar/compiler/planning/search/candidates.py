@@ -27,7 +27,6 @@ from autopar.compiler.planning.demands.scope_demands import is_of_kind
 from autopar.compiler.planning.search.colocated import colocated_stages
 from autopar.compiler.planning.stages.layer_classes import Layers
 from autopar.compiler.planning.stages.layer_costs import SAVED_FOR_NOTHING
-from autopar.compiler.planning.stages.other_rows import OtherRows
 from autopar.compiler.planning.stages.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.stages.stage_costs import KnownLayers, RangeCosts
 from autopar.compiler.planning.stages.stage_problem import StageProblem, TimeShare
@@ -124,30 +123,6 @@ def _evenness(found: Partition) -> float:
     """Return the share of the time of the slowest stage that all take in the mean."""
     each_s = [stage.cost.forward_s + stage.cost.backward_s for stage in found.stages]
     return sum(each_s) / len(each_s) / max(each_s) if max(each_s) > 0 else 1.0
-
-
-def unequal_stages_s(
-    problem: StageProblem,
-    known: KnownLayers,
-    num_microbatches: int,
-    likes: Sequence[int],
-    num_stages: tuple[int, int],
-    below_s: float,
-) -> float:
-    """Return the seconds that some stages of any sizes are likely to take, by the layers of other microbatches.
-
-    As if memory had no end; nothing is solved for, and nothing is cut. No less than `below_s` where all take longer
-    than that, and 0 where nothing is known.
-    """
-    if problem.hardware.is_mixed or not likes:
-        return 0.0
-    roomy, remat = replace(problem, share=math.inf), _remats(problem)[0]
-    splits = problem.first_schedule.splits_weight_gradients
-    each = [RangeCosts(roomy, *known(like, remat, splits=splits)) for like in likes]
-    ranges = OtherRows(tuple(each), num_microbatches)
-    schedules = _schedules(problem, num_microbatches, num_stages[1])
-    share = _formula_share(num_microbatches, num_stages[0])
-    return share * _least_by_formula_s(roomy, ranges, schedules, num_stages, below_s / share, below_s / share)
 
 
 def _formula_share(num_microbatches: int, num_stages: int) -> float:
@@ -288,15 +263,14 @@ def _schedules(problem: StageProblem, num_microbatches: int, most_stages: int) -
 
 def _least_by_formula_s(
     problem: StageProblem,
-    ranges: RangeCosts | OtherRows,
+    ranges: RangeCosts,
     schedules: Sequence[Schedule],
     num_stages: tuple[int, int],
     below_s: float,
-    enough_s: float = 0.0,
 ) -> float:
     """Return the seconds by formula that the best stages would take without updates; 0 where that is not known.
 
-    Of stages that take no less than `below_s`, any number that is no less; once some take less than is enough, theirs.
+    Of stages that take no less than `below_s`, any number that is no less.
     """
     if problem.stage_meshes:
         return 0.0
@@ -308,8 +282,6 @@ def _least_by_formula_s(
                     problem, ranges, timing, number, clusters, few_to_most, updates=False, below_s=below_s
                 )
                 bounds_s.append(search.lower_bound_s)
-                if bounds_s[-1] < enough_s:
-                    return bounds_s[-1]
     return min(bounds_s, default=math.inf)
 
 
@@ -529,7 +501,7 @@ def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule
 
 def _partitioned(
     problem: StageProblem,
-    ranges: RangeCosts | OtherRows,
+    ranges: RangeCosts,
     timing: Timing,
     number: int | None,
     clusters: tuple[Submesh, ...],

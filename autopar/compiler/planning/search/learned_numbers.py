@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.compiler.planning.search.candidates import likely_times_s, microbatch_counts, unequal_stages_s
+from autopar.compiler.planning.search.candidates import likely_times_s, microbatch_counts
 from autopar.compiler.planning.search.space import Space, Stages
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.stage_costs import KnownLayers
-
-_MUCH_WAITING = 0.05
-"""Share of a step: if stages wait longer by more for fewer microbatches, which need more memory, others come first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -25,8 +22,6 @@ class LearnedNumbers:
     """The best of these, for whichever number of microbatches."""
     saving: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
     """The numbers of microbatches of which some of the best stages save memory, or are computed again."""
-    short_below: int = 0
-    """The microbatches of the best plan, if it needs nearly all memory; else 0."""
 
     def learn(self, region: Stages, found: Sequence[PipelineCandidate], below_s: float) -> None:
         """Keep the time of the best stages for a number of microbatches, or what they take no less than."""
@@ -36,18 +31,6 @@ class LearnedNumbers:
             self.saving.setdefault(key, set()).add(region.num_microbatches)
         if found and (before is None or found[0].step_time_s < before.step_time_s):
             self.best_of[key] = found[0]
-
-    def is_larger(self, region: Stages) -> bool:
-        """Return whether memory is short for the microbatches of the best plan, and those of a region are larger.
-
-        So where it has one stage, or where its stages would wait so much longer for the first one that they rarely take
-        less.
-        """
-        best, count = self.best_of.get(region.num_stages), region.num_microbatches
-        if best is None or count >= self.short_below:
-            return count < self.short_below
-        more = best.timing.num_microbatches / count - 1
-        return more * best.waiting_share / best.timing.virtual_stages > _MUCH_WAITING
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,24 +65,6 @@ class ToldNumbers:
             return region.by_others_s  # fewer and larger stages tell nothing of more and smaller ones
         near = range(max(fewer, default=few), min(more, default=most) + 1)
         return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
-
-    def unequal_s(self, region: Stages, below_s: float) -> float:
-        """Return the time of stages of any sizes, if none is likely to take less than `below_s`; else 0."""
-        known = self.space.known_of(region.num_stages)
-        count, number, likes = region.num_microbatches, region.num_stages, self._likes(region)
-        seconds = unequal_stages_s(known.problem, known, count, likes, number, below_s)
-        return seconds if seconds >= below_s else 0.0
-
-    def distance(self, region: Stages) -> float:
-        """Return how far the nearest microbatches are whose layers tell of a region, in doublings of their number."""
-        known, (few, most) = self.space.known_of(region.num_stages), region.num_stages
-        numbers = range(few, most + 1)
-        telling = (n for n in self._likes(region) if any(self.space.is_solved(known, n, number) for number in numbers))
-        return abs(math.log2(next(telling, math.inf) / region.num_microbatches))
-
-    def is_nearer(self, region: Stages) -> bool:
-        """Return whether a region was put off by microbatches twice as far as the nearest that are known by now."""
-        return region.by_others_s > 0 and 2 * self.distance(region) < region.told_from < math.inf
 
     def _likes(self, region: Stages) -> list[int]:
         """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""

@@ -14,7 +14,7 @@ from autopar.compiler.inter_op.submeshes import divides_as_well
 from autopar.compiler.planning.search.candidates import microbatch_counts
 from autopar.compiler.planning.search.learned_memory import LearnedMemory
 from autopar.compiler.planning.search.learned_numbers import LearnedNumbers, ToldNumbers
-from autopar.compiler.planning.search.learned_times import SLACK, LearnedTimes
+from autopar.compiler.planning.search.learned_times import LearnedTimes
 from autopar.compiler.planning.search.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.ir.plan import Plan
@@ -126,7 +126,6 @@ class SearchState:
             case Stages(num_microbatches=count):
                 # Until it is asked what layers tell of them, they come first; before any are known, equal work tells.
                 usual_s = region.by_others_s or (region.likely_s if self.layers_tell else region.even_s)
-                usual_s = max(usual_s, self.best_s if self.numbers.is_larger(region) else 0.0)
                 return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
 
     def gains_much(self, seconds: float) -> bool:
@@ -139,7 +138,7 @@ class SearchState:
         if isinstance(region, Lanes):
             return max(region.bound_s, _LANES_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
-            return max(region.likely_s, self.whole_share(region) * region.by_others_s)
+            return max(region.likely_s, self.learned.step_share * region.by_others_s)
         if isinstance(region, OneProgram):
             unlikely = self.space.pads(region) or self.is_part_of_tight(region)
             return math.inf if unlikely and self.space.problem.method.effort != "thorough" else region.likely_s
@@ -160,15 +159,6 @@ class SearchState:
             (group, count) == (on, number) and most > devices and most % devices == 0 for on, most, number in self.tight
         )
 
-    def whole_share(self, region: Stages) -> float:
-        """Return the least share of their time by their layers that stages are expected to take.
-
-        One stage needs what it was seen to need there, for whichever number of microbatches.
-        """
-        if region.num_stages != (1, 1) or self.space.problem.hardware.is_mixed:
-            return self.learned.step_share
-        return max(self.learned.step_share, SLACK * self.learned.share_on(self.space.cuttable.cluster))
-
     @property
     def layers_tell(self) -> bool:
         """True once the layouts of some layers are known, unless only bounds are to count."""
@@ -186,7 +176,7 @@ class SearchState:
         times_s = self.times_s_of(region.num_stages)
         if not self.layers_tell or region.attempt:
             return True
-        if not self.numbers.best_of.get(region.num_stages):
+        if region.num_stages not in self.numbers.best_of:
             return not self.is_told_soon(region)
         best, count, rows = self.numbers.best_of[region.num_stages], region.num_microbatches, self.space.rows
         least, largest = best.timing.num_microbatches, max(stage.submesh.num_devices for stage in best.stages)

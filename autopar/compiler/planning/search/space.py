@@ -80,8 +80,6 @@ class Stages:
     """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
     by_others_s: float = 0.0
     """The time that tells those of equal stages apart, by the layers of other microbatches; 0 if it is not known."""
-    told_from: float = math.inf
-    """Doublings between its number of microbatches and the nearest of these."""
     share: float = 1.0
     """Share of the memory that the sum over a stage's layers may reach."""
     attempt: int = 0

@@ -407,19 +407,6 @@ class RangeCosts:
             self.least_sums[key] = np.concatenate([np.zeros((1, 3)), np.cumsum(rows, axis=0)])
         return self.least_sums[key]
 
-    def weight_shares(self, submesh: Submesh) -> np.ndarray:
-        """[start, stop]: the share of a backward pass that the weight gradient takes on a submesh, of microbatches.
-
-        Layers of one microbatch do not add to totals as others do.
-        """
-        free = self._free_choices(submesh)[0]
-        backward_s, weight_s = self._columns(submesh, free)[1:3]
-        if self.layers.num_microbatches == 1:
-            adding = self._adding_sums(submesh)
-            adding = adding[None, :] - adding[:-1, None]
-            backward_s, weight_s = backward_s + adding, weight_s + adding
-        return np.divide(weight_s, backward_s, out=np.zeros_like(weight_s), where=backward_s > 0)
-
     def _adding_sums(self, submesh: Submesh) -> np.ndarray:
         """Return the seconds in which all layers before a cut add to totals, which those of one microbatch do not."""
         machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))

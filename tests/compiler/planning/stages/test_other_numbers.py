@@ -151,24 +151,6 @@ def test_one_stage_of_a_large_step_is_tasks_where_it_has_several_microbatches(mo
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_larger_microbatches_come_last_where_memory_is_short_and_stages_would_wait_for_them(problem):
-    state = _Search.of(problem, lambda plan: math.inf)
-    assert state.space.known is not None
-    found = stage_candidates(problem, state.space.known, 8, (2, 2), math.inf)
-    best = max((each for each in found if each.timing.virtual_stages == 1), key=lambda each: len(each.stages))
-    fewer = [region_of(state, number) for number in (1, 2, 3, 4, 6, 12)]
-    assert not any(map(state.numbers.is_larger, fewer))
-    state.numbers.short_below = 8
-    assert [*map(state.numbers.is_larger, fewer)] == [True] * 5 + [False]
-    state.numbers.learn(region_of(state, 8), [best], math.inf)
-    waits = {number: (8 / number - 1) * best.waiting_share for number in (1, 2, 3, 4, 6, 12)}
-    assert waits[4] < 0.05 < waits[1]
-    assert [*map(state.numbers.is_larger, fewer)] == [each > 0.05 for each in waits.values()]
-    state.best_s = best.step_time_s
-    soon, late = (region_of(state, number) for number in (4, 1))
-    assert state.order(soon, soon.likely_s)[0] < state.best_s <= state.order(late, soon.likely_s)[0]
-
-
 def test_where_microbatches_do_not_fit_nor_do_they_joined(problem, monkeypatch):
     state = _Search.of(problem, lambda plan: math.inf)
 
@@ -322,7 +304,3 @@ def test_layers_of_one_microbatch_tell_what_adding_to_totals_takes_of_several(pr
         alone, adding = one.least(number, machine, 2, begins=True), several.least(number, machine, 2, begins=True)
         assert one.adding(number, machine, 2) > 0
         assert alone.backward_s + one.adding(number, machine, 2) == pytest.approx(adding.backward_s, rel=0.1)
-    shares = RangeCosts(problem, layers, one)
-    shares.solve({cluster_shape(2, 8)})
-    every = shares.weight_shares(cluster_shape(2, 8))
-    assert every.min() >= 0 and 0 < every.max() <= 1
