@@ -32,7 +32,7 @@ _GAINED = 0.99
 """Share of the time by their layers that stages take where it depends on their submeshes which are the best."""
 _NO_GAIN = 1.03
 """Largest multiple of the time by their layers that counts: what takes longer wants memory, where that is short."""
-SLACK = 0.995
+_SLACK = 0.995
 """Factor on a time that is expected of stages, and on that of steps like others."""
 _SIMULATED_SHARE = 0.98
 """Factor on the least share of the time by their stages that plans were simulated to take: others rarely take less."""
@@ -273,7 +273,7 @@ class LearnedTimes:
 
         Where all stages are known, to complete it tells nothing but this time.
         """
-        return max(SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
+        return max(_SLACK * self._schedule_share(candidate), self.least_simulated_share(candidate))
 
     def _schedule_share(self, candidate: PipelineCandidate) -> float:
         seen = not self.splitting or candidate.timing.schedule.splits_weight_gradients in self.splitting
@@ -281,7 +281,7 @@ class LearnedTimes:
 
     def _bases(self, candidate: PipelineCandidate) -> tuple[_Basis, ...]:
         """Return what tells of each stage: it as a whole, it by another schedule, or else its layers."""
-        slack = SLACK * self._schedule_share(candidate) / self._slack(candidate)
+        slack = _SLACK * self._schedule_share(candidate) / self._slack(candidate)
         each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
         return tuple(
             _Basis(self.wholes[whole], 1.0)
