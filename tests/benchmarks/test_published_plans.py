@@ -13,6 +13,7 @@ from autopar import Auto, Megatron
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.hardware.machine import Machine
 from autopar.method_fields import MEMORY_LEVELS
+from autopar.methods import Method
 from benchmarks.accuracy_rows import STEP_COLUMNS
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.published_degrees import Published, published
@@ -84,10 +85,19 @@ def test_the_search_has_the_memory_that_a_plan_by_hand_needs():
 
 
 def test_a_row_says_where_the_search_had_more_memory_than_usual(monkeypatch):
+    asked: list[Method] = []
+
+    def simulated(traced: object, cluster: object, method: Method) -> Simulated:
+        asked.append(method)
+        return Simulated(plan="", step_s=1.0, peak_bytes=100, cpu_s=0.0)
+
+    monkeypatch.setattr("benchmarks.published_plans.simulated", simulated)
     assert compared(small(Megatron(data=2))).note == ""
     monkeypatch.setitem(MEMORY_LEVELS, "adaptive", 1e-9)
-    row = compared(small(Megatron(data=2)))
-    assert row.note == "as much memory as by hand" and row.ratio is not None and row.ratio >= 0.999
+    assert compared(small(Megatron(data=2))).note == "as much memory as by hand"
+    by_hand, usual, again, as_much = asked
+    assert by_hand == again == Megatron(data=2)
+    assert (usual, as_much) == (Auto(), Auto(memory=100))
 
 
 def test_without_a_plan_by_hand_there_is_no_ratio():

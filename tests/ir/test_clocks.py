@@ -1,5 +1,6 @@
 """Hosts start work piece by piece, ahead of the devices: what is short waits for its start, what is long never does."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,14 @@ def test_a_mesh_over_hosts_goes_at_the_pace_of_the_busiest():
     assert clocks.run(1, 1.0) == (3.0, 4.0)
 
 
+def test_the_least_time_of_work_is_that_of_the_busiest_host_with_its_executables_or_of_the_busiest_mesh():
+    assert sharing(4, 4).least_s([2.0, 3.0], 10) == 5.0
+    assert sharing(1, 1).least_s([2.0, 3.0], 10) == 3.0
+    assert sharing(4, 4, concurrent=0).least_s([2.0, 3.0], 10) == 3.0
+    assert sharing(8, 8, num_hosts=2).least_s([2.0, 3.0], 10) == 3.0
+    assert replace(sharing(4, 4), execution_s=(0.5, 0.25)).least_s([2.0, 3.0], 2) == 6.5
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0.01, 5.0)), min_size=1, max_size=30))
 def test_no_work_is_lost_and_none_takes_less_than_alone(tasks):
     """The host is busy at least as long as all work needs of it, and never longer than if all took turns."""
@@ -129,5 +138,7 @@ def test_no_work_is_lost_and_none_takes_less_than_alone(tasks):
     for mesh, duration_s in tasks:
         start_s, stop_s = clocks.run(mesh, duration_s)
         assert stop_s - start_s >= duration_s * (1 - 1e-9)
-    least_s = sum(share[mesh] * duration_s for mesh, duration_s in tasks)
+    of_meshes = [sum(duration_s for each, duration_s in tasks if each == mesh) for mesh in range(3)]
+    least_s = sum(map(math.prod, zip(share, of_meshes, strict=True)))
+    assert hosts.least_s(of_meshes, 4) == pytest.approx(max(least_s, *of_meshes))
     assert least_s * (1 - 1e-9) <= max(clocks.mesh_s) <= sum(duration_s for _, duration_s in tasks) * (1 + 1e-9)

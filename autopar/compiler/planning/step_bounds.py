@@ -101,6 +101,8 @@ class StepBounds:
     sharing: tuple[tuple[float, int], ...] = ()
     """Devices in groups in which those of a host share its compute: how many take all of it, how many a host has. All
     work is what it takes with all of them at work."""
+    execution_s: float = 0.0
+    """Seconds that one executable more takes with all devices at work, where those of every host share its compute."""
 
     def idle_share(self, num_devices: int) -> float:
         """Return the share of its time that work on so many devices takes at least while all others idle."""
@@ -131,14 +133,20 @@ class StepBounds:
 
     def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
-        counts = range(fewest, max(fewest, most) + 1)
-        return min(self._stages_s(num_microbatches, count, sizes, 2 * count * num_microbatches + 1) for count in counts)
+        counts, each = range(fewest, max(fewest, most) + 1), 2 * num_microbatches
+        # The last stage may be the loss alone, whose gradient is in its forward pass.
+        return min(
+            self._stages_s(num_microbatches, count, sizes, each * count + 1, each * count - num_microbatches)
+            for count in counts
+        )
 
     def likely_stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the same if all stages have a gradient and an update, as is usual."""
         per_microbatch = {count: 4 * count - 2 for count in range(fewest, max(fewest, most) + 1)}
         return min(
-            self._stages_s(num_microbatches, count, sizes, each * num_microbatches + count)
+            self._stages_s(
+                num_microbatches, count, sizes, each * num_microbatches + count, (2 * num_microbatches + 1) * count
+            )
             for count, each in per_microbatch.items()
         )
 
@@ -148,8 +156,14 @@ class StepBounds:
         each_s = self.per_batch.fixed_s + self.per_batch.divisible_s / num_microbatches / devices
         return ((num_microbatches + num_stages - 1) * each_s + self.per_step.on(devices)) / num_stages
 
-    def _stages_s(self, num_microbatches: int, num_stages: int, sizes: Sequence[int], started: int) -> float:
-        """Return the least seconds of stages that start so many pieces of work."""
+    def _stages_s(
+        self, num_microbatches: int, num_stages: int, sizes: Sequence[int], started: int, executed: int
+    ) -> float:
+        """Return the least seconds of stages that start so many pieces of work, of which so many are executables.
+
+        Where devices share their host's compute, what executables take besides their work adds up, each by the share of
+        the devices that it is on; the first of all takes none.
+        """
         largest = max((n for n in sizes if n + (num_stages - 1) * min(sizes) <= self.num_devices), default=0)
         if not largest:
             return math.inf
@@ -161,7 +175,9 @@ class StepBounds:
         by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
         by_stage_s *= self.idle_share(min(sizes))
         starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
-        return max(chain_s, by_stage_s, self.divided_s(num_microbatches), starting_s)
+        on_devices = executed * min(sizes) - largest
+        divided_s = self.divided_s(num_microbatches) + self.execution_s * on_devices / self.num_devices
+        return max(chain_s, by_stage_s, divided_s, starting_s)
 
 
 def step_bounds(
@@ -183,6 +199,7 @@ def step_bounds(
     each = [*map(_least, zip(*of_groups))]
     state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
     per_batch = total_work([work for i, work in enumerate(each) if i not in once])
+    shared = all(machine.concurrent_devices for machine in machines)
     return StepBounds(
         per_batch=per_batch,
         per_chain=_work_of_chain(phases.equations, each, once, machines) if splits_weight_gradients else per_batch,
@@ -208,6 +225,7 @@ def step_bounds(
             for machine, group in zip(machines, cluster.groups, strict=True)
             if machine.concurrent_devices
         ),
+        execution_s=min(machine.execution_s for machine in machines) if shared else 0.0,
     )
 
 

@@ -48,7 +48,7 @@ def test_a_plan_within_a_budget_is_the_same_by_a_clock_that_races(monkeypatch):
 
 
 def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
-    trace = traced_model(mlp(layers=6, width=256, hidden=1024, batch=1024))
+    trace = traced_model(mlp(layers=4, width=256, hidden=1024, batch=1024))
     donated = state_inputs(trace)
     mesh, free, block = planned(trace, (8,))
     unlimited = peak_memory(block, mesh, donated)

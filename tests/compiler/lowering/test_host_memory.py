@@ -390,4 +390,4 @@ def test_a_plan_that_hosts_have_no_memory_for_does_not_fit_and_a_search_refuses_
     enough = traced.on_cluster(hosts_of(8 * moments))
     assert enough.plan(autopar.Megatron(offload="optimizer")).simulate().fits
     with pytest.raises(MemoryTooSmall, match="in the memory of one host, which has"):
-        traced.on_cluster(hosts_of(10)).plan(autopar.Auto(offload="optimizer", num_stages=1, num_microbatches=1))
+        traced.on_cluster(hosts_of(10)).planned(autopar.Auto(offload="optimizer", num_stages=1, num_microbatches=1))

@@ -42,7 +42,7 @@ ENDS = {
 WRAPPERS = {"plain": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     layers=st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(sorted(WRAPPERS))), max_size=4),
     end=st.sampled_from(sorted(ENDS)),

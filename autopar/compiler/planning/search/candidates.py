@@ -113,10 +113,24 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     top=_NUM_RUNNERS_UP if num_microbatches == 1 else 0,
                 )
                 times_s[count] = min(
-                    max(_UNEQUAL_SHARE, _evenness(each)) * _least_of_schedules_s(each, num_microbatches, schedules)
+                    max(
+                        max(_UNEQUAL_SHARE, _evenness(each)) * _least_of_schedules_s(each, num_microbatches, schedules),
+                        _least_on_hosts_s(problem, each, num_microbatches),
+                    )
                     for each in (found.best, *found.runners_up)
                 )
     return times_s
+
+
+def _least_on_hosts_s(problem: StageProblem, found: Partition, num_microbatches: int) -> float:
+    """Return the seconds that given stages take of hosts whose devices share their compute; else of the busiest."""
+    devices = place_in_groups([stage.submesh for stage in found.stages], problem.clusters)
+    assert devices is not None
+    works_s = [
+        num_microbatches * (stage.cost.forward_s + stage.cost.backward_s) + stage.cost.update_s
+        for stage in found.stages
+    ]
+    return Hosts.of_devices(devices, problem.hardware).least_s(works_s, 2 * num_microbatches)
 
 
 def _evenness(found: Partition) -> float:

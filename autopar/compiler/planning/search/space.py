@@ -207,16 +207,19 @@ class Space:
         if self.known is None:
             return
         assert self.bounds is not None
-        given = self.cuttable.num_stages
+        given, bounds = self.cuttable.num_stages, self.bounds
         for count in microbatch_counts(self.cuttable):
             for few, most in self.numbers_of_stages():
                 sizes = self.sizes() if given is None or self.cuttable.given_may_differ else [self.part(given)]
+                each = [(few, most, sizes)]
+                if self.are_equal:
+                    each = [(number, number, [self.part(number)]) for number in equal_counts(self.cuttable, few, most)]
                 yield Stages(
                     num_microbatches=count,
                     num_stages=(few, most),
-                    bound_s=self.bounds.stages_s(count, few, most, sizes),
-                    likely_s=self.bounds.likely_stages_s(count, few, most, sizes),
-                    even_s=min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1)),
+                    bound_s=min(bounds.stages_s(count, *stages) for stages in each),
+                    likely_s=min(bounds.likely_stages_s(count, *stages) for stages in each),
+                    even_s=min(bounds.even_stages_s(count, number) for number in range(few, most + 1)),
                 )
 
     def lanes(self) -> Iterator[Region]:
@@ -254,11 +257,17 @@ class Space:
         most, few = min(self.most_of_known, self.problem.num_devices), 2
         while few <= most:
             last = most if self.is_large else min(2 * (few - 1), most)
-            yield few, last
+            if not self.are_equal or equal_counts(self.cuttable, few, last):
+                yield few, last
             few = last + 1
         if self.cuttable.takes_all_devices and self.problem.method.layers is None and not self.marks_layers:
             # All are of one size, so that between too few of them and more than the layers there may be none.
             yield from ((number, number) for number in equal_counts(self.cuttable, most + 1, self.problem.num_devices))
+
+    @property
+    def are_equal(self) -> bool:
+        """True if all stages are of one size, in devices."""
+        return self.cuttable.takes_all_devices and self.cuttable.num_stages is None and not self.cuttable.named_stages
 
     @cached_property
     def marks_layers(self) -> bool:
