@@ -48,7 +48,7 @@ _BUDGETS = 3
 _UNKNOWN_SHARE = 1.25
 """Factor from a budget to the next larger one, where nothing says what is enough."""
 _NUM_NAMED = 3
-QUICK_S, MOST_S = 5.0, 30.0
+QUICK_S, MOST_S = 5.0, 10.0
 """Processor seconds: an error of planning that took no longer looks for what fits, and begins nothing after so long."""
 
 

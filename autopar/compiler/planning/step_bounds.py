@@ -133,10 +133,15 @@ class StepBounds:
 
     def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
-        counts, each = range(fewest, max(fewest, most) + 1), 2 * num_microbatches
-        # The last stage may be the loss alone, whose gradient is in its forward pass.
+        counts = range(fewest, max(fewest, most) + 1)
         return min(
-            self._stages_s(num_microbatches, count, sizes, each * count + 1, each * count - num_microbatches)
+            self._stages_s(
+                num_microbatches,
+                count,
+                sizes,
+                2 * count * num_microbatches + 1,
+                (count + 1) * num_microbatches,  # stages may have no parameters, or none that are trained
+            )
             for count in counts
         )
 

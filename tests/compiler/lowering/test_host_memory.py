@@ -203,7 +203,6 @@ def deep(num_devices: int = 1, donate: tuple[int, ...] = (0,), **fields: Any):
     return step.trace(new_state(DEEP), BATCH).plan(autopar.Megatron(**VIRTUAL | fields))
 
 
-@pytest.mark.parametrize("donate", [(0,), ()], ids=["donated", "kept"])
 @pytest.mark.parametrize(
     ("num_devices", "fields"),
     [
@@ -214,7 +213,9 @@ def deep(num_devices: int = 1, donate: tuple[int, ...] = (0,), **fields: Any):
     ],
     ids=["one device", "zero", "stages", "all"],
 )
-@pytest.mark.parametrize("offload", ["parameters", EVERYTHING], ids=str)
+@pytest.mark.parametrize(
+    ("offload", "donate"), [("parameters", (0,)), (EVERYTHING, ())], ids=["parameters donated", "everything kept"]
+)
 @pytest.mark.usefixtures("float64")
 def test_a_step_with_its_parameters_on_the_host_equals_the_plain_one(offload, num_devices, fields, donate):
     step = deep(num_devices, donate, offload=offload, **fields).lower().compile()

@@ -270,7 +270,7 @@ def test_bounds_are_below_what_is_simulated_where_devices_share_their_host(concu
             method = autopar.PipelineParallel(num_stages=stages, num_microbatches=count)
             simulated_s = traced.plan(method).simulate(cluster).step_time_s
             bound_s = bounds.stages_s(count, stages, stages, [8 // stages])
-            assert (count - 1) * execution_s < bound_s <= simulated_s
+            assert (count - 1) * execution_s / 2 < bound_s <= simulated_s
             if stages < LAYERS:  # the last of four has no parameters
                 assert bound_s <= bounds.likely_stages_s(count, stages, stages, [8 // stages]) <= simulated_s
     for devices in (1, 2, 4):
