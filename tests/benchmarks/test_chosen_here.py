@@ -37,7 +37,7 @@ def test_being_behind_fails(monkeypatch, tmp_path, capsys):
         ratio=1.5,
         interval=(1.4, 1.6),
     )
-    monkeypatch.setitem(MODELS, "mlp", small)
+    monkeypatch.setattr("benchmarks.chosen_here.MODELS", {"mlp": small})
     monkeypatch.setattr("benchmarks.chosen_here.measured", lambda model, rounds: behind)
     with pytest.raises(SystemExit, match=r"mlp takes 1\.50 of one stage"):
         main(["--models", "mlp", "--json", str(tmp_path / "rows.json")])

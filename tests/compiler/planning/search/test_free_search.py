@@ -254,8 +254,7 @@ def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatche
     assert bounds.stages_s(1, 9, 9, sizes) == float("inf")
 
 
-@pytest.mark.parametrize("execution_s", [0.0, 1e-3])
-@pytest.mark.parametrize("concurrent", [1, 2, 6, 8])
+@pytest.mark.parametrize(("concurrent", "execution_s"), [(1, 0.0), (2, 1e-3), (6, 1e-3), (8, 0.0)])
 def test_bounds_are_below_what_is_simulated_where_devices_share_their_host(concurrent, execution_s):
     """Stages that idle leave their compute to others, so that no time is lost to a pipeline's bubble."""
     machine = autopar.Cluster.parse("1x dgx-h100").machine
