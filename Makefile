@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 WILD_VENV ?= .venv-wild
 WILD_NEWEST_VENV ?= .venv-wild-newest
 
-.PHONY: help wild demo docs test test-newest lint check format goldens pictures sweep hooks venv
+.PHONY: help wild demo docs test test-wide test-newest lint check format goldens pictures sweep hooks venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -27,6 +27,9 @@ docs: $(INSTALLED) ## build the manual in docs/_build; warnings are errors
 
 test: $(INSTALLED) ## the whole suite, or what PYTEST_ARGS names
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-wide: $(INSTALLED) ## the suite with the long tests that others are much like
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --wide $(PYTEST_ARGS)
 
 test-newest: ## the quick part of the suite on Python 3.12 with the newest jax
 	.ci/test-newest

@@ -34,8 +34,9 @@ from autopar.hardware import machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--update-goldens` writes tests/golden anew."""
+    """`--update-goldens` writes tests/golden anew, `--wide` runs what `WIDE` names, too."""
     parser.addoption("--update-goldens", action="store_true", help="write the texts in tests/golden anew")
+    parser.addoption("--wide", action="store_true", help="run the long tests as well that others are much like")
 
 
 FIRST = (
@@ -50,12 +51,51 @@ FIRST = (
 """Files of few and long tests. Begun last, they would keep one process busy when the other has ended."""
 
 
+WIDE = (
+    "tests/benchmarks/test_answers.py::test_all_answers_about_a_plan_hold[several_arguments",
+    "tests/benchmarks/test_answers.py::test_all_answers_about_a_plan_hold[tied_embedding",
+    "tests/benchmarks/test_compiled_offload.py::test_every_copy_is_a_transfer_of_the_gpu_compiler",
+    "tests/benchmarks/test_freedom.py::test_more_of_something_makes_no_plan_slower[lstm-effort",
+    "tests/benchmarks/test_printed_layouts.py::test_arrays_lie_as_their_plan_prints[tied_embedding",
+    "tests/benchmarks/test_random_steps.py::test_random_steps_are_right_or_refused[data",
+    "tests/benchmarks/test_random_steps.py::test_random_steps_are_right_or_refused[zero",
+    "tests/benchmarks/test_random_steps.py::test_random_steps_are_right_or_refused[microbatches",
+    "tests/benchmarks/test_search_quality.py::test_a_model_of_a_family_is_held_as_well",
+    "tests/compiler/intra_op/test_memory_budget.py::test_tightening_the_budget_of_a_gpt",
+    "tests/compiler/memory/test_estimate.py::test_modelled_memory_is_near_the_compiled_one[gpt_scan_remat",
+    "tests/compiler/pipeline/test_recomputed_values.py::test_a_step_of_which_values_are_made_again_is_the_step[zero-bubble",
+    "tests/compiler/pipeline/test_rematerialize.py::test_models_of_the_zoo_that_recompute_every_layer_equal_the_plain_step[enc",
+    "tests/compiler/planning/search/test_search_is_exact.py::test_no_enumerated_plan_is_faster_and_none_is_below_the_bound[0",
+    "tests/compiler/planning/search/test_search_is_exact.py::test_no_enumerated_plan_is_faster_and_none_is_below_the_bound[185",
+    "tests/compiler/planning/stages/test_stage_memory.py::test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled[a100",
+    "tests/reports/test_what_if.py::"
+    "test_where_nothing_fits_changes_that_do_are_told_with_the_time_and_memory_of_their_plans[a search",
+    "tests/runtime/distributed/test_ray.py::test_step_on_a_cluster_equals_the_plain_step[gpt_linen",
+    "tests/runtime/distributed/test_ray.py::test_step_on_a_cluster_equals_the_plain_step[tied_embedding",
+    *(
+        f"tests/test_end_to_end.py::test_parallelized_step_equals_the_plain_step[{model}: 1 stage"
+        for model in ("dropout", "encoder_decoder", "gpt_bfloat16", "gpt_equinox", "gpt_nnx", "masked_lm", "vit")
+    ),
+    "tests/test_properties.py::test_the_program_of_a_random_step_runs_to_the_same_result[102",
+    "tests/test_properties.py::test_the_program_of_a_random_step_runs_to_the_same_result[103",
+    "tests/test_properties.py::test_the_stages_of_a_random_program_evaluate_to_it[4",
+    "tests/test_properties.py::test_the_stages_of_a_random_program_evaluate_to_it[5",
+    "tests/training/test_elastic.py::test_training_in_lanes_goes_on_when_the_host_of_one_is_lost[other",
+)
+"""How long tests begin that are much like others, a tenth of all seconds: `make test-wide` runs them, too."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of a file run in one process, as do those of one model of the zoo: what one of them made, others find.
 
-    Long groups come first: those of `FIRST`, then those of many tests.
+    Long groups come first: those of `FIRST`, then those of many tests. Those of `WIDE` are left out unless asked for,
+    also by naming a single one.
     """
+    if not config.getoption("wide") and not any("::" in each for each in config.args):
+        left_out = [item for item in items if item.nodeid.startswith(WIDE)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.nodeid.startswith(WIDE)]
     if not config.pluginmanager.hasplugin("xdist"):
         return
     if missing := [file for file in FIRST if not (config.rootpath / file).is_file()]:
