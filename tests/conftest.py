@@ -31,6 +31,10 @@ import jax
 import pytest
 
 from autopar.hardware import machine
+from autopar.reports import fixes
+
+# Errors that nothing fits plan no changes that would: that takes longer than most tests. Those of changes ask for it.
+fixes.QUICK_S = 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
