@@ -25,11 +25,11 @@ docs: $(INSTALLED) ## build the manual in docs/_build; warnings are errors
 	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-test: $(INSTALLED) ## the whole suite, or what PYTEST_ARGS names
+test: $(INSTALLED) ## the suite, or what PYTEST_ARGS names
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-wide: $(INSTALLED) ## the suite with the long tests that others are much like
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --wide $(PYTEST_ARGS)
+test-wide: ## the suite with the long tests that others are much like
+	$(MAKE) test PYTEST_ARGS="--wide $(PYTEST_ARGS)"
 
 test-newest: ## the quick part of the suite on Python 3.12 with the newest jax
 	.ci/test-newest

@@ -61,18 +61,17 @@ class Hosts:
             execution_s=execution_s if any(execution_s) else (),
         )
 
-    def least_s(self, works_s: Sequence[float], num_executables: int) -> float:
-        """Return the least seconds of a step whose meshes work so long alone, in so many executables and a first one.
+    def least_shared_s(self, works_s: Sequence[float], num_executables: int) -> float:
+        """Return the seconds that hosts need at least for meshes that work so long alone; 0 where none share compute.
 
-        Work of meshes that share their host's compute adds up there, each with its share of it.
+        Work adds up there, by the share of its mesh, and what executables take besides: so many of each mesh and one.
         """
         executions_s = self.execution_s or (0.0,) * len(works_s)
-        all_s = [work_s + num_executables * each_s for work_s, each_s in zip(works_s, executions_s, strict=True)]
         of_host = defaultdict[int, float](float)
-        for mine_s, shares in zip(all_s, self.shares, strict=bool(self.shares)):
+        for shares, work_s, execution_s in zip(self.shares, works_s, executions_s, strict=bool(self.shares)):
             for host, share in shares.items():
-                of_host[host] += share * mine_s
-        return max([*all_s, *of_host.values()])
+                of_host[host] += share * (work_s + num_executables * execution_s)
+        return max(of_host.values(), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @pytest.mark.filterwarnings("ignore::autopar.ReplicatedWarning")
 @pytest.mark.parametrize(
     ("model", "method"),
-    [("several_arguments", "data parallel"), ("tied_embedding", "zero"), ("mlp", "auto stages")],
+    [("several_arguments", "data parallel"), ("tied_embedding", "zero"), ("mlp", "two kinds"), ("mlp", "auto stages")],
 )
 def test_all_answers_about_a_plan_hold(model, method):
     row = answers.measure(model, method)

@@ -9,7 +9,9 @@ from benchmarks import freedom
 from benchmarks.freedom import Row, climbed, line, slower
 
 
-@pytest.mark.parametrize(("model", "what"), [("mlp", "kinds"), ("lstm", "effort"), ("lstm", "links")])
+@pytest.mark.parametrize(
+    ("model", "what"), [("mlp", "kinds"), ("vit", "kinds"), ("convnet", "effort"), ("lstm", "links")]
+)
 def test_more_of_something_makes_no_plan_slower(model, what):
     rows = climbed(model, what, Machine.named("dgx-h100"))
     assert all(row.step_ms is not None for row in rows) and len(rows) > 2

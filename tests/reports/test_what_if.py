@@ -163,6 +163,7 @@ def roomy(cluster, memory_bytes):
 
 
 SHORT = {
+    "alone": (None, 19200.0),
     "a search within a budget": (autopar.Auto(num_stages=1, num_microbatches=1, memory=25600.0), 2**31),
     "stages by hand": (autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="gpipe"), 38400.0),
     "degrees by hand": (autopar.Megatron(tensor=2), 32000.0),

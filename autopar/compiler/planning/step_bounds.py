@@ -102,7 +102,8 @@ class StepBounds:
     """Devices in groups in which those of a host share its compute: how many take all of it, how many a host has. All
     work is what it takes with all of them at work."""
     execution_s: float = 0.0
-    """Seconds that one executable more takes with all devices at work, where those of every host share its compute."""
+    """Seconds that one executable more takes with all devices at work, where those of a host share its compute; 0 on
+    machines of several kinds."""
 
     def idle_share(self, num_devices: int) -> float:
         """Return the share of its time that work on so many devices takes at least while all others idle."""
@@ -204,7 +205,7 @@ def step_bounds(
     each = [*map(_least, zip(*of_groups))]
     state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
     per_batch = total_work([work for i, work in enumerate(each) if i not in once])
-    shared = all(machine.concurrent_devices for machine in machines)
+    shared = len(machines) == 1 and machines[0].concurrent_devices
     return StepBounds(
         per_batch=per_batch,
         per_chain=_work_of_chain(phases.equations, each, once, machines) if splits_weight_gradients else per_batch,
@@ -230,7 +231,7 @@ def step_bounds(
             for machine, group in zip(machines, cluster.groups, strict=True)
             if machine.concurrent_devices
         ),
-        execution_s=min(machine.execution_s for machine in machines) if shared else 0.0,
+        execution_s=machines[0].execution_s if shared else 0.0,
     )
 
 

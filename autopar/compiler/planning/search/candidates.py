@@ -123,14 +123,14 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
 
 
 def _least_on_hosts_s(problem: StageProblem, found: Partition, num_microbatches: int) -> float:
-    """Return the seconds that given stages take of hosts whose devices share their compute; else of the busiest."""
+    """Return the seconds that given stages, and any others, need of hosts whose devices share their compute; else 0."""
     devices = place_in_groups([stage.submesh for stage in found.stages], problem.clusters)
     assert devices is not None
     works_s = [
         num_microbatches * (stage.cost.forward_s + stage.cost.backward_s) + stage.cost.update_s
         for stage in found.stages
     ]
-    return Hosts.of_devices(devices, problem.hardware).least_s(works_s, 2 * num_microbatches)
+    return Hosts.of_devices(devices, problem.hardware).least_shared_s(works_s, 2 * num_microbatches)
 
 
 def _evenness(found: Partition) -> float:
