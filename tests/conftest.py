@@ -1,6 +1,7 @@
 """Eight CPU devices, a compile cache that outlives the run, and float64 for tests that compare exactly."""
 
 import gc
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ import pytest
 from autopar.hardware import machine
 from autopar.reports import fixes
 
-# Errors that nothing fits plan no changes that would: that takes longer than most tests. Those of changes ask for it.
+# Errors that nothing fits plan no changes that would: that takes longer than most tests. `patient` brings it back.
 fixes.QUICK_S = 0.0
 
 
@@ -149,3 +150,10 @@ def float64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors that plan what would fit, however busy the machine is."""
+    monkeypatch.setattr(fixes, "QUICK_S", math.inf)
+    monkeypatch.setattr(fixes, "MOST_S", math.inf)

@@ -1,7 +1,6 @@
 """The predicted effect of another choice is its real effect: each answer is compared with a plan made anew."""
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -174,13 +173,6 @@ def small(method, cluster, rows=64, **options):
     options = {"method": method, "cluster": cluster, "batch_argnums": 1, **options}
     layers = [{"w": draw(i, 32, 32), "b": draw(9 + i, 32)} for i in range(2)]
     return autopar.parallelize(sgd(mlp_loss), **options).trace(layers, (draw(20, rows, 32), draw(21, rows, 32)))
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Errors that look for changes however busy the machine is."""
-    monkeypatch.setattr("autopar.reports.fixes.QUICK_S", math.inf)
-    monkeypatch.setattr("autopar.reports.fixes.MOST_S", math.inf)
 
 
 @pytest.mark.usefixtures("patient")

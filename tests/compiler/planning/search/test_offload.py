@@ -42,7 +42,7 @@ def batch():
     return jnp.asarray(np.random.default_rng(70).integers(0, VOCABULARY, size=(4, 3)), jnp.int32)
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("float64", "patient")
 def test_a_gpt_whose_state_is_one_and_a_half_times_the_budget_trains_as_the_plain_step():
     budget = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state())) / 1.5
     options = {"devices": jax.devices()[:1], "donate_argnums": 0}
