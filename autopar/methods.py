@@ -148,9 +148,9 @@ class PipelineParallel:
     "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-h2", "interleaved-zero-bubble", "zero-bubble-v",
     "dualpipe-v", one that `register_schedule` made known, or a `Schedule` of your own. With an interleaved one, or one
     there and back ("-v"), each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others
-    have one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
-    stay in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over the axes of a stage's
-    mesh, and the rest is that of `DataParallel`.
+    have one per mesh. `remat=True` recomputes the layers of each stage in its backward pass, one by one, so that only
+    what goes into a layer stays in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over
+    the axes of a stage's mesh, and the rest is that of `DataParallel`.
 
     Stages may be unequal; then each of these has an entry for every one of them:
 
@@ -270,7 +270,7 @@ class Megatron:
 
     `num_microbatches` parts of the batch go through the stages in the order of the `schedule` ("gpipe", "1f1b",
     "eager-1f1b", "interleaved", ..., those of `PipelineParallel`), of which some have `virtual_stages` stages on each
-    device, 2 by default. `remat=True` recomputes a stage's forward pass in its backward pass.
+    device, 2 by default. `remat=True` recomputes the layers in the backward pass, one by one.
 
     `zero` is the ZeRO stage (Rajbhandari et al. 2020), what is divided over `data` beside the examples:
 
@@ -394,9 +394,10 @@ class Auto:
     default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
     Stages are runs of layers: those between the marks of `autopar.layer_boundary`, or the numbered scopes of the model
     (`h_0`, `h_1`), or where it has neither, or fewer scopes than stages, parts of even FLOPs; `layers` says how many.
-    `remat` computes layers, or stages as a whole, again in the backward pass instead of keeping what they made: as few
-    as make the plan fit into memory ("auto"), all that can be (True), or none (False). The last layer is never among
-    them, as its backward pass follows at once. A scan over layers is not: put `jax.checkpoint` around its body.
+    `remat` computes layers, or all those of a stage, again in the backward pass instead of keeping what they made: as
+    few as make the plan fit into memory ("auto"), all that can be (True), or none (False). On one mesh the last layer
+    is never among them, as its backward pass follows at once. A scan over layers is not either: put `jax.checkpoint`
+    around its body.
     `offload` keeps values on the hosts as it does for `Megatron`, and searches among such plans; "auto" takes the
     fastest that fits, of those with nothing there, the optimizer's state, activations, parameters, or both. A search
     over layouts counts parameters and activations as on the devices all the time. So plans by degrees, with a layer or

@@ -93,7 +93,7 @@ class StagePlan:
 
     layers: tuple[int, int]
     mesh: int
-    remat: bool = False  # the backward task recomputes the forward from the stage's inputs
+    remat: bool = False  # the backward task recomputes each layer from what goes into it
     microbatches: int | None = None
 
 
@@ -287,7 +287,8 @@ class Plan:
         """Return the layers that the plan computes again in the backward pass, as `jax.checkpoint` would."""
         if self.sharding is None:
             stages = [str(number) for number, stage in enumerate(self.stages) if stage.remat]
-            return f"The stages {', '.join(stages)} are computed again." if stages else "No stage is computed again."
+            again = f"The layers of the stages {', '.join(stages)} are computed again, one by one."
+            return again if stages else "No stage is computed again."
         return self.sharding.remat_policy()
 
     def stage_rows(self) -> list[tuple[str, ...]]:

@@ -680,20 +680,20 @@ def threefry_bits(key: Any, counter: Any, bit_width: int) -> Any:
     return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))
 
 
-def common_scope(eqns: Sequence[JaxprEqn]) -> Any:
-    """A context in which newly traced equations carry the outer part of the name stack that all of `eqns` share."""
-    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+def recomputation(
+    body: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Var], backward: Sequence[JaxprEqn]
+) -> JaxprEqn:
+    """One equation that XLA keeps apart from equal work before it, as the backward pass of `jax.checkpoint` is.
+
+    Only differentiation makes such an equation, and its primitive has no public name. It carries the outer part of the
+    name stack that all equations of the `backward` pass in it share.
+    """
+    stacks = [eqn.source_info.name_stack.stack for eqn in backward]
     depth = 0
     while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
         depth += 1
     name_stack = source_info_util.NameStack(stacks[0][:depth])
-    return source_info_util.user_context(SourcePlace.here().source_info(eqns[0]).traceback, name_stack=name_stack)
-
-
-def bind_recomputation(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
-    """Call `function` in one equation that XLA keeps apart from equal work before it: a backward `jax.checkpoint`.
-
-    Only differentiation makes such an equation, and its primitive has no public name.
-    """
-    region, consts = consts_as_inputs(trace(function, [jax.typeof(x) for x in args]))
-    return ad_checkpoint.remat_p.bind(*consts, *args, jaxpr=region, prevent_cse=True, differentiated=True, policy=None)
+    info, region = backward[0].source_info.replace(name_stack=name_stack), open_jaxpr(body)[0]
+    params = {"jaxpr": region, "prevent_cse": True, "differentiated": True, "policy": None}
+    ctx, results = backward[0].ctx, list(results)
+    return JaxprEqn(list(operands), results, ad_checkpoint.remat_p, params, region.effects, info, ctx)

@@ -41,6 +41,7 @@ def build_stage_graph(
     input_names: Sequence[str],
     leaf_names: Sequence[str],
     remat_stages: Iterable[int],
+    layer_of: Mapping[int, int],
     split_weight_gradients: bool = False,
     state_outputs: Mapping[int, int] | None = None,
     host_state: Sequence[Collection[str]] = (),
@@ -49,12 +50,16 @@ def build_stage_graph(
 
     `inputs` and `outputs` say which piece of which leaf the step's flat values are; `input_names` name the step's
     inputs, `leaf_names` the leaves; `state_outputs` pairs flat outputs with the flat inputs that they replace. Stages
-    in `remat_stages` compute their forward again in the backward task; with `split_weight_gradients` what no earlier
-    stage waits for becomes a task W. `host_state` names the leaves that are kept on the host, part by part: each part
+    in `remat_stages` compute their layers again in the backward task, where `layer_of` tells the layer of each equation
+    that runs with the microbatches; with `split_weight_gradients` what no earlier stage waits for becomes a task W.
+    `host_state` names the leaves that are kept on the host, part by part: each part
     has updates of its own.
     """
     task_equations = find_task_equations(
-        placement, remat_stages=frozenset(remat_stages), split_weight_gradients=split_weight_gradients
+        placement,
+        remat_stages=frozenset(remat_stages),
+        layer_of=layer_of,
+        split_weight_gradients=split_weight_gradients,
     )
     builder = _Builder(placement, task_equations, input_names)
     return builder.build(name, inputs, outputs, leaf_names, state_outputs or {}, host_state)
@@ -127,7 +132,7 @@ class _Builder:
         state_outputs: Mapping[int, int],
         host_state: Sequence[Collection[str]],
     ) -> StageGraph:
-        updates = UpdateRounds(self.placement, self.task_equations.equations)
+        updates = UpdateRounds(self.placement, self.task_equations.reads)
         updates.assign_outputs(state_outputs)
         if host_state:
             part_of = {name: number for number, names in enumerate(host_state) for name in names}
@@ -156,20 +161,22 @@ class _Builder:
     def _microbatch_task(self, key: TaskKey) -> StageTask:
         kind, stage, round_number = key
         indices = self.task_equations.equations[key]
-        made = {v for i in indices for v in self.eqns[i].outvars}
+        eqns = [self.task_equations.all_equations[i] for i in indices]
+        made = {v for eqn in eqns for v in eqn.outvars}
         accumulated = [self.eqns[i] for i in self.task_equations.accumulations.get(key, [])]
         tied = self.task_equations.tied.get(key, [])
         wanted = self._read_elsewhere(key)
         wanted.update((v, None) for e in accumulated if isinstance(v := e.invars[0], jc.Var))
         wanted.update((v, None) for v in tied)
-        reads = dict.fromkeys(v for i in indices for v in self.operands[i] if v not in made and v not in self.consts)
+        read = self.task_equations.reads[key]
+        reads = dict.fromkeys(v for v in read if v not in made and v not in self.consts)
         reads |= dict.fromkeys(v for v in wanted if v not in made)  # a batch input passed on as it is
         results = list(wanted)
         return StageTask(
             kind=kind,
             stage=stage,
             round=round_number,
-            jaxpr=self._program(indices, list(reads), results),
+            jaxpr=jc.part_of(self.step.jaxpr, eqns, list(reads), results),
             inputs=tuple(self._input_name(v, key[1:]) for v in reads),
             outputs=tuple(self.name(self._key(v, key[1:]), per_microbatch=True) for v in results),
             accumulations=tuple(
@@ -197,27 +204,23 @@ class _Builder:
                 for other in self._readers.get(v, ())
             )
 
-        made = dict.fromkeys(v for i in self.task_equations.equations[key] for v in self.eqns[i].outvars)
+        made = dict.fromkeys(self.task_equations.made(key))
         return {v: None for v in made if is_read(v) and self._first_maker(key, v)}
 
     @cached_property
     def _readers(self) -> Mapping[jc.Var, Collection[TaskKey]]:
         """The microbatch tasks that read a value and do not make it."""
         readers: dict[jc.Var, set[TaskKey]] = {}
-        for key, indices in self.task_equations.equations.items():
-            made = {v for i in indices for v in self.eqns[i].outvars}
-            for v in (v for i in indices for v in self.operands[i] if v not in made):
+        for key, read in self.task_equations.reads.items():
+            made = set(self.task_equations.made(key))
+            for v in (v for v in read if v not in made):
                 readers.setdefault(v, set()).add(key)
         return readers
 
     def _first_maker(self, key: TaskKey, v: jc.Var) -> bool:
         """Return whether no earlier task of the stage has made an unplaced value: only the first one hands it on."""
-        earlier = ORDER[: ORDER.index(key[0])]
-        return not any(
-            v in self.eqns[i].outvars
-            for kind in earlier
-            for i in self.task_equations.equations.get((kind, *key[1:]), [])
-        )
+        earlier = [(kind, *key[1:]) for kind in ORDER[: ORDER.index(key[0])]]
+        return not any(v in self.task_equations.made(other) for other in earlier)
 
     def _accumulation(self, eqn: jc.JaxprEqn, place: tuple[int, int]) -> Accumulation:
         source: Any = eqn.invars[0]
@@ -242,9 +245,6 @@ class _Builder:
             inputs=tuple(self.name(k, per_microbatch=False) for k in reads),
             outputs=tuple(self.name(k, per_microbatch=False) for k in results),
         )
-
-    def _program(self, indices: Sequence[int], reads: Sequence[jc.Var], results: Sequence[jc.Var]) -> jc.ClosedJaxpr:
-        return jc.part_of(self.step.jaxpr, [self.eqns[i] for i in indices], reads, results)
 
     # --- the borders of the graph ---------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ summed apart in all, so that each has sums of the same values.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -89,6 +90,11 @@ def _placed(
     return place_equations(phases, layer_stage=layer_stage, num_stages=len(stages), deferred=deferred)
 
 
+def _layer_of(phases: Phases, cuts: tuple[int, ...]) -> Mapping[int, int]:
+    """Return the layer of each equation that runs with the microbatches."""
+    return _placed(phases, cuts, tuple((layer, layer + 1) for layer in range(len(cuts) + 1))).stages
+
+
 def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_stages: frozenset[int]) -> StageGraph:
     return build_stage_graph(
         placement,
@@ -99,6 +105,7 @@ def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_st
         leaf_names=[leaf.name for leaf in prepared.trace.inputs],
         state_outputs=prepared.state_outputs,
         remat_stages=remat_stages,
+        layer_of=_layer_of(prepared.phases, cut.cuts) if remat_stages else {},
         split_weight_gradients=cut.split_weight_gradients,
         host_state=cut.host_state,
     )

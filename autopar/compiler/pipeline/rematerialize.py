@@ -18,10 +18,9 @@ the lowest layer among their activations, so no region waits for one of a lower 
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -31,13 +30,13 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.equation_keys import same_equations
-from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.phases import Phase, find_phases
 from autopar.compiler.pipeline.placement import layer_order
+from autopar.compiler.pipeline.regions import Recomputed, find_region, in_order, region_equation
 from autopar.errors import InvalidArgument
 
 _OUTSIDE = -1
@@ -89,9 +88,9 @@ def rematerialize(trace: Trace, layers: Collection[int], num_layers: int) -> Tra
             f"numbers from 0 to {num_layers - 1}."
         )
     step = LayeredStep(trace)
-    units = _in_order(step, list(step.recomputed(layers, num_layers).values()))
+    regions = tuple(step.recomputed(layers, num_layers).values())
     same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
-    changed: dict[str, Any] = {"jaxpr": _emitted(trace.jaxpr, units), "step": step, "units": tuple(units)}
+    changed: dict[str, Any] = {"jaxpr": _emitted(trace.jaxpr, regions), "step": step, "regions": regions}
     return _RematerializedTrace(**same | changed)
 
 
@@ -100,34 +99,19 @@ class _RematerializedTrace(Trace):
     """A step some of whose layers are recomputed."""
 
     step: LayeredStep
-    units: tuple[int | Recomputed, ...]
+    regions: tuple[Recomputed, ...]
 
     def at_batch_of(self, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         """The same step on a batch of so many rows, with the same layers recomputed."""
         twin, reason = self.step.trace.at_batch_of(rows)
         if twin is None or not same_equations(self.step.trace.jaxpr, twin):
             return None, reason or f"it has other equations with a batch of {rows}"
-        return _emitted(twin, self.units), ""
+        return _emitted(twin, self.regions), ""
 
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of the step as it was traced, which is the one that plans name."""
         return self.step.trace.fingerprint
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recomputed:
-    """The region of one layer, by indices of equations."""
-
-    again: frozenset[int]
-    """Equations of the forward pass that run again."""
-    backward: frozenset[int]
-    """Equations of the backward pass that move into the region."""
-
-    @property
-    def equations(self) -> frozenset[int]:
-        """All of them; those that run again are also where they were."""
-        return self.again | self.backward
 
 
 class LayeredStep:
@@ -269,18 +253,7 @@ class LayeredStep:
             i = self.producer.get(v)
             return i is not None and i in forward and self._may_repeat(i) and not kept(v)
 
-        moved = self._between({i for i in backward if any(map(runs_again, jc.operands(self.eqns[i])))}, backward)
-        if not moved:
-            return None
-        again: set[int] = set()
-        stack = [v for i in moved for v in jc.operands(self.eqns[i])]
-        while stack:
-            v = stack.pop()
-            i = self.producer.get(v)
-            if i is not None and i not in again and (runs_again(v) or self._cheap(i)):
-                again.add(i)
-                stack.extend(jc.operands(self.eqns[i]))
-        return Recomputed(again=frozenset(again), backward=frozenset(moved))
+        return find_region(self.eqns, self.producer, backward, runs_again=runs_again, is_cheap=self._cheap)
 
     def _may_repeat(self, i: int) -> bool:
         if self.eqns[i].effects or self.eqns[i].primitive.name in REMAT:
@@ -299,105 +272,24 @@ class LayeredStep:
         pairs = enumerate(zip(self.eqns, self.at_other_batch.jaxpr.eqns, strict=True))
         return frozenset(i for i, (eqn, twin) in pairs if all(map(_grows, eqn.outvars, twin.outvars)))
 
-    def _between(self, ends: set[int], among: set[int]) -> set[int]:
-        """These equations, and those on the way from one of them to another."""
-        made: set[jc.Var] = set()
-        after: set[int] = set()
-        for i in sorted(among):
-            if i in ends or not made.isdisjoint(jc.operands(self.eqns[i])):
-                after.add(i)
-                made.update(self.eqns[i].outvars)
-        needed: set[jc.Var] = set()
-        between: set[int] = set()
-        for i in sorted(after, reverse=True):
-            if i in ends or not needed.isdisjoint(self.eqns[i].outvars):
-                between.add(i)
-                needed.update(jc.operands(self.eqns[i]))
-        return between
-
 
 def _grows(var: Any, twin: Any) -> bool:
     return var.aval.shape != twin.aval.shape
 
 
-# --- the order of equations and regions ---------------------------------------------------------------------------
-
-
-def _in_order(step: LayeredStep, regions: Sequence[Recomputed]) -> list[int | Recomputed]:
-    """Equations by number, and regions, as near to program order as what they read allows."""
-    # A region stands for the first of its backward equations.
-    place = {i: min(region.backward) for region in regions for i in region.backward}
-    units: dict[int, int | Recomputed] = {i: i for i in range(len(step.eqns)) if i not in place}
-    units |= {min(region.backward): region for region in regions}
-    needs: dict[int, set[int]] = {}
-    ordered: set[int] = set()
-    for key, unit in units.items():
-        read = jc.operands(step.eqns[unit]) if isinstance(unit, int) else step.operands(unit)
-        made = [step.producer[v] for v in read if v in step.producer]
-        needs[key] = {place.get(i, i) for i in made}
-        if isinstance(unit, int) and jc.keeps_order(step.eqns[unit]):
-            needs[key] |= ordered
-            ordered = {key}
-    return [units[key] for key in _sorted(needs)]
-
-
-def _sorted(needs: Mapping[int, set[int]]) -> Iterator[int]:
-    """Keys after those that they need, the smallest first."""
-    waits = {key: len(needed) for key, needed in needs.items()}
-    followers: defaultdict[int, list[int]] = defaultdict(list)
-    for key, needed in needs.items():
-        for other in needed:
-            followers[other].append(key)
-    ready = sorted(key for key, count in waits.items() if not count)
-    done = 0
-    while ready:
-        key = heapq.heappop(ready)
-        yield key
-        done += 1
-        for follower in followers[key]:
-            waits[follower] -= 1
-            if not waits[follower]:
-                heapq.heappush(ready, follower)
-    assert done == len(needs), "regions wait for one another"
-
-
 # --- the program --------------------------------------------------------------------------------------------------
 
 
-def _emitted(closed: jc.ClosedJaxpr, units: Sequence[int | Recomputed]) -> jc.ClosedJaxpr:
-    jaxpr, consts = jc.open_jaxpr(closed)
-    regions = [unit for unit in units if isinstance(unit, Recomputed)]
-    results = {region: _results(jaxpr, region) for region in regions}
-
-    def run(*args: Any) -> list[Any]:
-        values: dict[jc.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for unit in units:
-            if isinstance(unit, int):
-                evaluate_equations([jaxpr.eqns[unit]], values)
-            else:
-                _evaluate_region(jaxpr, unit, results[unit], values)
-        return [read(atom, values) for atom in jaxpr.outvars]
-
-    return eliminate_dead(jc.trace(run, [v.aval for v in jaxpr.invars]))
-
-
-def _results(jaxpr: jc.Jaxpr, region: Recomputed) -> list[jc.Var]:
-    """Return the results of a region's backward equations that are read outside of it."""
-    read = {v for i, eqn in enumerate(jaxpr.eqns) if i not in region.backward for v in jc.operands(eqn)}
-    read.update(v for v in jaxpr.outvars if isinstance(v, jc.Var))
-    return [v for i in sorted(region.backward) for v in jaxpr.eqns[i].outvars if v in read]
-
-
-def _evaluate_region(jaxpr: jc.Jaxpr, region: Recomputed, results: Sequence[jc.Var], values: dict[jc.Var, Any]) -> None:
-    backward = [jaxpr.eqns[i] for i in sorted(region.backward)]
-    eqns = [*(jaxpr.eqns[i] for i in sorted(region.again)), *backward]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    operands = [v for v in dict.fromkeys(v for eqn in eqns for v in jc.operands(eqn)) if v not in made]
-
-    def run(*args: Any) -> list[Any]:
-        inside: dict[jc.Var, Any] = dict(zip(operands, args, strict=True))
-        evaluate_equations(eqns, inside)
-        return [inside[v] for v in results]
-
-    with jc.common_scope(backward):
-        values.update(zip(results, jc.bind_recomputation(run, [values[v] for v in operands]), strict=True))
+def _emitted(closed: jc.ClosedJaxpr, regions: Sequence[Recomputed]) -> jc.ClosedJaxpr:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    readers: defaultdict[jc.Var, list[int]] = defaultdict(list)
+    for i, eqn in enumerate([*jaxpr.eqns, None]):
+        for v in jc.operands(eqn) if eqn is not None else jaxpr.outvars:
+            if isinstance(v, jc.Var):
+                readers[v].append(i)
+    moved = frozenset[int]().union(*(region.backward for region in regions))
+    units = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i not in moved]
+    units += [(region.place, region_equation(closed, region, readers)) for region in regions]
+    eqns = [eqn for _, eqn in units]
+    order = in_order(eqns, [place for place, _ in units])
+    return eliminate_dead(jc.with_equations(closed, [eqns[number] for number in order]))

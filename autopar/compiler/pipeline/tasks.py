@@ -5,19 +5,26 @@
 A task holds the equations placed on its stage, and the unplaced ones that they need. Costly unplaced values (masks,
 dropout draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are
 made again, so that no copy of them waits in memory. So are activations, where cheap equations make them of others that
-wait anyway (`recomputed_values`). A rematerialised stage makes its whole forward again.
+wait anyway (`recomputed_values`).
+
+The layers of a rematerialised stage are computed again one by one, the last one first. What a layer makes again and its
+backward equations are one equation (`regions`). Where equations of the backward pass have to keep their order, they
+stay as they are, and all layers are made again at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
+from autopar.compiler.pipeline.recomputed_layers import StageEquations
 from autopar.compiler.pipeline.recomputed_values import values_to_keep
+from autopar.compiler.pipeline.regions import Recomputed, in_order, region_equation
 
 TaskKey = tuple[str, int, int]
 """Kind ("F", "B", "W"), stage, round."""
@@ -29,6 +36,8 @@ ORDER = ("F", "B", "W")
 class TaskEquations:
     """The equations of every microbatch task, by index in an order in which each finds what it reads."""
 
+    all_equations: Sequence[jc.JaxprEqn]
+    """Those of the step, and behind them those of layers that are computed again."""
     equations: Mapping[TaskKey, list[int]]
     accumulations: Mapping[TaskKey, list[int]]
     """`accumulate` equations whose operand the task makes."""
@@ -37,14 +46,27 @@ class TaskEquations:
     kept: Mapping[TaskKey, frozenset[jc.Var]]
     """Unplaced values that an earlier task of the stage hands on."""
 
+    @cached_property
+    def reads(self) -> Mapping[TaskKey, Collection[jc.Var]]:
+        """What the equations of each task read."""
+        return {
+            key: dict.fromkeys(v for i in indices for v in jc.operands(self.all_equations[i]))
+            for key, indices in self.equations.items()
+        }
+
+    def made(self, key: TaskKey) -> Iterator[jc.Var]:
+        """Yield what the equations of a task make."""
+        return (v for i in self.equations.get(key, ()) for v in self.all_equations[i].outvars)
+
 
 def find_task_equations(
-    placement: Placement, *, remat_stages: frozenset[int], split_weight_gradients: bool
+    placement: Placement, *, remat_stages: frozenset[int], layer_of: Mapping[int, int], split_weight_gradients: bool
 ) -> TaskEquations:
-    """Gather the equations of every task."""
-    gatherer = _Gatherer(placement, remat_stages)
+    """Gather the equations of every task; `layer_of` tells the layers of those that run with the microbatches."""
+    gatherer = _Gatherer(placement, remat_stages, layer_of)
     gatherer.gather(split_weight_gradients)
     return TaskEquations(
+        all_equations=gatherer.all_equations,
         equations=gatherer.equations,
         accumulations=gatherer.accumulations,
         tied=gatherer.tied,
@@ -55,11 +77,13 @@ def find_task_equations(
 class _Gatherer:
     """The tables of `find_task_equations` while it works."""
 
-    def __init__(self, placement: Placement, remat_stages: frozenset[int]) -> None:
+    def __init__(self, placement: Placement, remat_stages: frozenset[int], layer_of: Mapping[int, int]) -> None:
         self.placement = placement
         self.phases = placement.phases
         self.eqns = self.phases.equations
-        self.remat_stages = remat_stages
+        self.all_equations = list(self.eqns)
+        self.regions: dict[int, Recomputed] = {}
+        self.remat_stages, self.layer_of = remat_stages, layer_of
         specs = zip(self.phases.step.jaxpr.jaxpr.invars, self.phases.step.inputs, strict=True)
         self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
         self.operands, self.producer = self.phases.operands, self.phases.producer
@@ -75,8 +99,8 @@ class _Gatherer:
                 anchored.setdefault((self._kind(i), stage, self.phases.rounds[i]), []).append(i)
         self._attach_accumulations(anchored)
         for key, indices in list(anchored.items()):
-            if key[0] == "B" and key[1] in self.remat_stages:
-                anchored[key] = self._with_forward(key, indices)
+            if key[1] in self.remat_stages and key[0] == self._backward_kind:
+                anchored[key] = self._recomputing(key, indices)
         if split_weight_gradients:
             self._split_weight_gradients(anchored)
         for key in [k for k in anchored if k[0] == "F" and k[1] not in self.remat_stages]:
@@ -85,6 +109,10 @@ class _Gatherer:
             again = self.again.get(key, set[int]())
             closure = self._closure([*anchored[key], *again], self.kept_by_earlier_tasks(key))
             self.equations[key] = self._when_first_read(closure, again - set(anchored[key])) if again else closure
+            if not self.regions.keys().isdisjoint(closure):
+                eqns = [self.all_equations[i] for i in closure]
+                order = in_order(eqns, [self.regions[i].place if i in self.regions else i for i in closure])
+                self.equations[key] = [closure[number] for number in order]
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
         """Give each accumulation to the task that makes its operand; gradients of tied parameters have their own."""
@@ -107,25 +135,43 @@ class _Gatherer:
                     if v not in known:
                         known.append(v)
 
+    @property
+    def _backward_kind(self) -> str:
+        """The kind of backward tasks. With one stage nothing happens between forward and backward: they are one."""
+        return "B" if self.placement.num_stages > 1 else "F"
+
     def _kind(self, index: int) -> str:
-        """Return "B" or "F". With one stage nothing happens between forward and backward: they are one task."""
-        backward = Phase.BACKWARD in self.phases.of[index] and self.placement.num_stages > 1
-        return "B" if backward else "F"
+        return self._backward_kind if Phase.BACKWARD in self.phases.of[index] else "F"
 
     def _deferred(self, atom: Any) -> bool:
         return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
 
-    def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
-        """Add to the backward task of a rematerialised stage the forward equations that it needs."""
-        needed = {v for i in indices for v in self.operands[i]}
-        chosen = set(indices)
-        for i in range(max(indices), -1, -1):
-            same = self.placement.stages.get(i) == key[1] and self.phases.rounds[i] == key[2]
-            forward = same and Phase.FORWARD in self.phases.of[i] and not self.eqns[i].effects
-            if forward and needed.intersection(self.eqns[i].outvars):
-                chosen.add(i)
-                needed.update(self.operands[i])
-        return sorted(chosen)
+    def _recomputing(self, key: TaskKey, indices: Sequence[int]) -> list[int]:
+        """Return the equations of a backward task of a rematerialised stage, with what it computes again."""
+        mine = [i for i, stage in self.placement.stages.items() if (stage, self.phases.rounds[i]) == key[1:]]
+        backward = {i for i in indices if Phase.BACKWARD in self.phases.of[i]}
+        regions, again = StageEquations(
+            phases=self.phases,
+            layer_of=self.layer_of,
+            forward={i for i in mine if Phase.FORWARD in self.phases.of[i]} - backward,
+            backward=backward,
+            together=key[0] == "F",
+        ).recomputed()
+        moved = set[int]().union(*(region.backward for region in regions))
+        return sorted((again | set(indices)) - moved) + [self._add(region) for region in regions]
+
+    def _add(self, region: Recomputed) -> int:
+        """Add the equation of a region behind those of the step; return its index."""
+        number = len(self.all_equations)
+        self.all_equations.append(region_equation(self.phases.step.jaxpr, region, self.readers))
+        self.regions[number] = region
+        return number
+
+    @cached_property
+    def readers(self) -> Mapping[jc.Var, Collection[int]]:
+        """The equations that read a value; behind them all, the results of the step."""
+        results = {v: (len(self.eqns),) for v in self.phases.step.jaxpr.jaxpr.outvars if isinstance(v, jc.Var)}
+        return {v: (*self.phases.consumers.get(v, ()), *results.get(v, ())) for v in self.producer}
 
     def _make_again(self, anchored: dict[TaskKey, list[int]], forward: TaskKey) -> None:
         """Add to the later tasks of a stage the cheap equations that they compute again, to save memory in between."""
@@ -165,7 +211,7 @@ class _Gatherer:
         """Move to W what no other stage waits for (Zero Bubble, arXiv 2401.10241, section 2)."""
         read_on: dict[jc.Var, set[tuple[int, int]]] = {}
         for key, indices in anchored.items():
-            for v in (v for i in indices for v in self.operands[i]):
+            for v in (v for i in indices for v in jc.operands(self.all_equations[i])):
                 read_on.setdefault(v, set()).add(key[1:])
         for key in [k for k in anchored if k[0] == "B" and k[1] not in self.remat_stages]:
             indices, wanted, first = anchored[key], set[jc.Var](), set[int]()
@@ -206,7 +252,7 @@ class _Gatherer:
         closure = set(indices)
         stack = list(indices)
         while stack:
-            for v in self.operands[stack.pop()]:
+            for v in jc.operands(self.all_equations[stack.pop()]):
                 i = self.producer.get(v)
                 if i is not None and i not in closure and v not in kept and Phase.UNPLACED in self.phases.of[i]:
                     closure.add(i)

@@ -10,7 +10,7 @@ what reads none of that state, what reads one part of it, for each part, and wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -38,11 +38,12 @@ def floating_key(v: jc.Var, stage: int) -> ValueKey:
 class UpdateRounds:
     """The tasks (group, update round, stage) of everything that runs once per step."""
 
-    def __init__(self, placement: Placement, equations: Mapping[tuple[str, int, int], Sequence[int]]) -> None:
+    def __init__(self, placement: Placement, reads: Mapping[tuple[str, int, int], Collection[jc.Var]]) -> None:
+        """`reads` are the values that the tasks of microbatches read."""
         self.placement = placement
         self.phases = placement.phases
         self.eqns = self.phases.equations
-        self.task_equations = equations
+        self.reads = reads
         self.operands, self.producer = self.phases.operands, self.phases.producer
         self.last_group = self.phases.num_rounds
         self.groups = self._find_groups()
@@ -126,16 +127,11 @@ class UpdateRounds:
                 self._add_root(i, self._nearest_stage(jc.operands(eqn)), self.last_group)
 
     def _assign_values_for_microbatches(self) -> None:
-        for (_, stage, round_number), indices in self.task_equations.items():
-            for i in indices:
-                for v in self.operands[i]:
-                    producer = self.producer.get(v)
-                    if (
-                        producer is not None
-                        and self._floating(producer)
-                        and Phase.UNPLACED not in self.phases.of[producer]
-                    ):
-                        self._add_root(producer, stage, round_number)
+        for (_, stage, round_number), read in self.reads.items():
+            for v in read:
+                i = self.producer.get(v)
+                if i is not None and self._floating(i) and Phase.UNPLACED not in self.phases.of[i]:
+                    self._add_root(i, stage, round_number)
 
     def assign_outputs(self, state_outputs: Mapping[int, int]) -> None:
         """Decide where each result of the step is: where it is made, or for scalars where its successor is read."""
@@ -340,12 +336,11 @@ class UpdateRounds:
     @cached_property
     def _read_by_microbatches(self) -> frozenset[ValueKey]:
         read: set[ValueKey] = set()
-        for (_, stage, _), indices in self.task_equations.items():
-            for i in indices:
-                for v in self.operands[i]:
-                    producer = self.producer.get(v)
-                    floating = producer is not None and self._floating(producer)
-                    read.add(floating_key(v, stage) if floating else (v, None))
+        for (_, stage, _), values in self.reads.items():
+            for v in values:
+                producer = self.producer.get(v)
+                floating = producer is not None and self._floating(producer)
+                read.add(floating_key(v, stage) if floating else (v, None))
         return frozenset(read)
 
     def program(

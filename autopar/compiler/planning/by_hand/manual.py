@@ -70,7 +70,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     divided = any(len(mesh.devices) > 1 for mesh in meshes)
     offloads = bool(offloaded(stages) or trace.host_state)
     several = stages.num_virtual_stages > 1
-    alone = not several and stages.num_microbatches == 1 and not offloads
+    alone = not several and stages.num_microbatches == 1 and not offloads and (divided or not stages.remat)
     if not several and stages.runs is not None and unrolled.differentiates:
         count_given_layers(unrolled, stages)  # raises for more than the model has
     if alone and divided:
@@ -80,8 +80,8 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     if alone:
         return _bare_plan(trace, stages, meshes, type(method).__name__, cuts=(), layers=[(0, 1)])
     trace = unrolled
-    num_layers = count_given_layers(trace, stages) if several else 1
-    pieces = loop_pieces_for(trace, num_layers) if several else 1
+    num_layers = count_given_layers(trace, stages) if several or stages.remat else 1
+    pieces = loop_pieces_for(trace, num_layers) if num_layers > 1 else 1
     prepared = prepare(
         trace,
         num_layers=num_layers,

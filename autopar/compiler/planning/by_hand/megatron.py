@@ -133,17 +133,14 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
 def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
     """Return the number of layers that the step is cut into, and of pieces of its scans over layers.
 
-    One stage is one layer, no part of which is computed again but what the step says.
+    One stage is one layer, unless its layers are to be computed again.
     """
     stages = method.pipeline * method.stages_per_mesh
-    if stages == 1:
+    if stages == 1 and not method.remat:
         return 1, 1
     if loop_pieces_for(trace, stages) > 1:
         return stages, stages
-    num_layers, _ = count_step_layers(
-        trace, num_stages=stages, batch_statistics=method.batch_statistics, random=method.random
-    )
-    return num_layers, 1
+    return count_step_layers(trace, num_stages=stages, batch_statistics=method.batch_statistics, random=method.random)
 
 
 def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
@@ -220,7 +217,7 @@ def _bare_plan(
     stage_mesh = schedule.meshes_of_stages(pipeline, method.stages_per_mesh)
     num_stages = len(stage_mesh)
     if num_stages == 1:
-        cuts, starts = (), [0]
+        cuts, starts = layer_cuts(prepared.phases, pieces[0]), [0]
     elif pieces[1] > 1:
         cuts, starts = cut_forward(prepared.phases, num_stages), list(range(num_stages))
     else:
