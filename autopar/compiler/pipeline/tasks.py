@@ -48,7 +48,7 @@ class TaskEquations:
 
     @cached_property
     def reads(self) -> Mapping[TaskKey, Collection[jc.Var]]:
-        """What the equations of each task read."""
+        """The values that the equations of each task read."""
         return {
             key: dict.fromkeys(v for i in indices for v in jc.operands(self.all_equations[i]))
             for key, indices in self.equations.items()

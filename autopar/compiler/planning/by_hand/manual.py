@@ -37,7 +37,7 @@ from autopar.compiler.planning.demands.constraints import (
 )
 from autopar.compiler.planning.demands.given_stages import count_given_layers, stage_layers, stage_meshes
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
-from autopar.compiler.planning.stages.layer_classes import layer_class
+from autopar.compiler.planning.stages.layer_classes import count_step_layers, layer_class
 from autopar.compiler.planning.stages.stage_layouts import (
     ConstrainedStage,
     most_in_flight,
@@ -80,7 +80,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     if alone:
         return _bare_plan(trace, stages, meshes, type(method).__name__, cuts=(), layers=[(0, 1)])
     trace = unrolled
-    num_layers = count_given_layers(trace, stages) if several or stages.remat else 1
+    num_layers = _count_layers(trace, stages)
     pieces = loop_pieces_for(trace, num_layers) if num_layers > 1 else 1
     prepared = prepare(
         trace,
@@ -208,6 +208,15 @@ def _bare_plan(
         batch_statistics=stages.batch_statistics,
         random=stages.random,
     )
+
+
+def _count_layers(trace: Trace, stages: PipelineParallel) -> int:
+    """Return the number of layers to cut: a single stage has several only to compute them again."""
+    if stages.num_virtual_stages > 1 or (stages.remat and stages.layers is not None):
+        return count_given_layers(trace, stages)
+    if not stages.remat:
+        return 1
+    return count_step_layers(trace, batch_statistics=stages.batch_statistics, random=stages.random)[0]
 
 
 def _constrained_stage(

@@ -28,7 +28,6 @@ from autopar.compiler.pipeline.layers import (
 )
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.prepare import prepare
-from autopar.compiler.planning.stages.layer_classes import count_step_layers
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan
@@ -128,12 +127,10 @@ def count_given_layers(trace: Trace, stages: PipelineParallel) -> int:
 
     Raises `InvalidArgument` if the model has fewer layers than there are stages, or others than those of the stages.
     """
-    options = {"batch_statistics": stages.batch_statistics, "random": stages.random}
-    if stages.num_virtual_stages == 1 and stages.runs is None:
-        return stages.layers or count_step_layers(trace, **options)[0]
     marked = any(is_layer_boundary(eqn) for eqn in jc.all_equations(trace.jaxpr))
     if stages.runs is None and (stages.layers is not None or not marked):
         return stages.num_layers
+    options = {"batch_statistics": stages.batch_statistics, "random": stages.random}
     phases = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **options).phases
     if stages.runs is not None:
         return _layers_of_runs(trace.name, phases, stages.num_layers)

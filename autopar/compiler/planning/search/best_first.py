@@ -57,8 +57,6 @@ from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
-_NEXT_SHARE = 0.97
-"""Largest share of the memory of one search that the next one may use."""
 _LESS_MEMORY_SHARE = 0.97
 """Share of the time, by layers, of stages that need too much memory; those that need less memory rarely undercut it."""
 _MUCH_MEMORY = 0.8
@@ -243,14 +241,14 @@ class _Search(SearchState):
                 self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
-            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and region.share == 1.0:
+            if isinstance(region, Stages) and isinstance(error, MemoryTooSmall) and not region.attempt:
                 self.open = self.space.without_joined(self.open, region)
             return not isinstance(error, MemoryTooSmall)
         return True
 
     def has_less(self, region: Region) -> bool:
         """Return whether a region is searched with less memory than there is, since some of its stages did not fit."""
-        return isinstance(region, Stages) and region.share < 1
+        return isinstance(region, Stages) and region.attempt > 0
 
     def solve_program(self, region: OneProgram) -> float:
         """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least.
@@ -361,7 +359,12 @@ class _Search(SearchState):
             problem, limit_s = replace(problem, time_share=expected), self.best_s / _USUAL_SHARE
         known, whole_share = replace(known, problem=problem), least_share if first else WHOLE_SHARE
         self.tried.add(count)
-        found = stage_candidates(problem, known, count, region.num_stages, limit_s, whole_share)
+        try:
+            found = stage_candidates(problem, known, count, region.num_stages, limit_s, whole_share)
+        except MemoryTooSmall:
+            if problem.share > 1:  # the error is to tell of the memory that there is
+                stage_candidates(replace(problem, share=1.0), known, count, region.num_stages, limit_s, whole_share)
+            raise
         lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)])
         self.learn_programs(problem, count)
         found.sort(key=lambda each: each.step_time_s)
@@ -439,7 +442,7 @@ class _Search(SearchState):
             alike = [each for each in self.open if isinstance(each, Completion) and each.region is before]
             large = [each for each in alike if self.memory.is_as_large(each.candidate, candidate, fullest)]
             self.open = [each for each in self.open if each not in large]
-            share = before.share * min(_NEXT_SHARE, 1 / max(sharded.peak_shares))
+            share = self.memory.next_share(candidate, sharded.peak_shares, before.share)
             likely_s = max(before.likely_s, _LESS_MEMORY_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
         raise MemoryTooSmall(

@@ -25,6 +25,7 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.demands.scope_demands import is_of_kind
 from autopar.compiler.planning.search.colocated import colocated_stages
+from autopar.compiler.planning.search.learned_memory import usual_share
 from autopar.compiler.planning.stages.layer_classes import Layers
 from autopar.compiler.planning.stages.layer_costs import SAVED_FOR_NOTHING
 from autopar.compiler.planning.stages.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
@@ -90,7 +91,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
     if problem.hardware.is_mixed:
         least_s = _UNEQUAL_SHARE * _least_on_machines_s(problem, known, num_microbatches, like)
         return dict.fromkeys(range(1, known.num_layers + 1), least_s)
-    cluster, room = problem.cluster, _ROOM_OF_ONE if num_microbatches == 1 else 1.0
+    cluster = problem.cluster
     schedules = _schedules(problem, num_microbatches, known.num_layers)
     for remat in _remats(problem):
         if times_s and all(map(math.isfinite, times_s.values())):
@@ -101,6 +102,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
             if math.isfinite(times_s.get(count, math.inf)):
                 continue
             times_s[count] = math.inf
+            room = _ROOM_OF_ONE if num_microbatches == 1 else usual_share(count)
             with suppress(MemoryTooSmall):
                 found = search_fixed_stages(
                     len(layers.class_of),

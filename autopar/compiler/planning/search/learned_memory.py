@@ -15,6 +15,17 @@ from typing import NamedTuple
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 
+_NEXT_SHARE = 0.97
+"""Largest share of the memory of one search that the next one may use."""
+_SHARE_ALONE = 1.5
+"""Multiple of its memory that a stage alone may need by its layers. Its forward and backward pass are one task, which
+frees what layers keep on the way."""
+
+
+def usual_share(num_stages: int) -> float:
+    """Return the share of the memory that the sum over a stage's layers may reach, as long as nothing else is known."""
+    return _SHARE_ALONE if num_stages == 1 else 1.0
+
 
 class _Position(NamedTuple):
     """A stage among others."""
@@ -41,7 +52,7 @@ class LearnedMemory:
             if whole > 1 or place in self.shares
         ]
         for place, by_layers, whole in seen:
-            self.shares[place] = max(min(1.0, by_layers / whole), self.shares.get(place, 0.0))
+            self.shares[place] = max(min(usual_share(place.num_stages), by_layers / whole), self.shares.get(place, 0.0))
         return bool(seen)
 
     def exceeded_share(self, candidate: PipelineCandidate) -> float | None:
@@ -49,12 +60,20 @@ class LearnedMemory:
 
         Of several such stages, the largest.
         """
-        limits = [
-            self.shares.get(place, 1.0)
+        needed = [
+            (by_layers, self.shares.get(place, usual_share(place.num_stages)))
             for place, by_layers in self._by_layers(candidate)
-            if by_layers > self.shares.get(place, 1.0)
         ]
-        return max(limits, default=None)
+        return max((share for by_layers, share in needed if by_layers > share), default=None)
+
+    def next_share(self, candidate: PipelineCandidate, wholes: Sequence[float], share: float) -> float:
+        """Return the share of the memory by layers for other stages than a candidate that was found with a `share`.
+
+        They are expected to need as much more than their layers as the fullest of its stages.
+        """
+        if len(candidate.stages) == 1:
+            share = min(share, *candidate.peak_shares(self.problem))
+        return share * min(_NEXT_SHARE, 1 / max(wholes))
 
     def is_as_large(self, other: PipelineCandidate, candidate: PipelineCandidate, number: int) -> bool:
         """Return whether another candidate needs as much as one whose stage of this number did not fit."""

@@ -21,6 +21,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.demands.constraints import names_axes
 from autopar.compiler.planning.one_mesh import mesh_choices
 from autopar.compiler.planning.search.candidates import equal_counts, microbatch_counts, worth_splitting
+from autopar.compiler.planning.search.learned_memory import usual_share
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_problem import StageProblem
@@ -220,6 +221,7 @@ class Space:
                     bound_s=min(bounds.stages_s(count, *stages) for stages in each),
                     likely_s=min(bounds.likely_stages_s(count, *stages) for stages in each),
                     even_s=min(bounds.even_stages_s(count, number) for number in range(few, most + 1)),
+                    share=usual_share(most),
                 )
 
     def lanes(self) -> Iterator[Region]:
