@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from autopar.compiler.planning.search.learned_memory import LearnedMemory
+from autopar.compiler.planning.search.learned_memory import LearnedMemory, usual_share
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 
@@ -81,3 +81,20 @@ def test_others_are_as_large_where_they_need_as_much_in_the_place_that_did_not_f
     assert not learned.is_as_large(candidate(0.95, 0.6), one, number=1)
     assert learned.is_as_large(candidate(0.1, 0.9, 0.1), one, number=1)
     assert not learned.is_as_large(candidate(0.1, 0.8, 0.1), one, number=1)
+
+
+def test_a_stage_alone_may_need_more_by_its_layers_than_there_is_until_one_does_not_fit():
+    learned = learned_memory()
+    assert usual_share(1) > usual_share(2) == 1.0
+    assert learned.exceeded_share(candidate(1.2)) is None and learned.exceeded_share(candidate(1.2, 0.5)) == 1.0
+    assert learned.exceeded_share(candidate(1.01 * usual_share(1))) == usual_share(1)
+    assert learned.learn(candidate(1.2), [1.05])
+    assert learned.exceeded_share(candidate(1.15)) == pytest.approx(1.2 / 1.05)
+
+
+def test_what_is_searched_next_needs_as_much_less_as_the_fullest_stage_needs_too_much():
+    learned = learned_memory()
+    assert learned.next_share(candidate(0.9, 0.5), [1.25, 0.6], 1.0) == 0.8
+    assert learned.next_share(candidate(0.9, 0.5), [0.99, 0.6], 0.8) == pytest.approx(0.97 * 0.8)
+    # Alone, it may have needed much less by its layers than it was allowed.
+    assert learned.next_share(candidate(1.2), [1.25], 1.5) == pytest.approx(1.2 / 1.25)

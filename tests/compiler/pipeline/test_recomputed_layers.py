@@ -1,0 +1,168 @@
+"""A stage that is computed again makes its layers one by one, each just before its backward pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.pipeline.stage_graph import StageGraph, evaluate
+from tests.small_steps import (
+    WIDTH,
+    assert_same,
+    cut,
+    draw,
+    gan_params,
+    gan_step,
+    gpt_batch,
+    gpt_loss,
+    gpt_params,
+    mlp_batch,
+    sgd,
+)
+
+WIDE = 4 * WIDTH
+LAYERS = [{"w": draw(n, WIDTH, WIDE), "v": draw(10 + n, WIDE, WIDTH)} for n in range(4)]
+
+
+def residual(act):
+    def loss(params, batch):
+        h, mask = batch[0], jax.random.bernoulli(jax.random.key(1), 0.9, (*batch[0].shape[:-1], WIDE))
+        for number, layer in enumerate(params):
+            with jax.named_scope(f"block_{number}"):
+                h = h + act(h @ layer["w"], number, mask) @ layer["v"]
+        return jnp.mean((h - batch[1]) ** 2)
+
+    return sgd(loss)
+
+
+def tanh(h, *_):
+    return jnp.tanh(h)
+
+
+def own_dropout(h, number, _):
+    return jnp.tanh(h) * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), number), 0.9, h.shape)
+
+
+def one_dropout(h, _, mask):
+    return jnp.tanh(h) * mask
+
+
+def equations(graph: StageGraph, name: str) -> list[jc.JaxprEqn]:
+    (mine,) = (task for task in graph.tasks if task.name == name)
+    return mine.jaxpr.jaxpr.eqns
+
+
+def names(eqns) -> list[str]:
+    return [eqn.primitive.name for eqn in eqns]
+
+
+def regions(eqns) -> list[list[str]]:
+    """The primitives in each region."""
+    return [names(jc.all_equations(eqn.params["jaxpr"])) for eqn in eqns if eqn.primitive.name == "remat2"]
+
+
+def test_a_backward_task_has_a_region_for_each_layer_and_is_handed_no_more_than_what_goes_into_layers():
+    graph = cut(residual(tanh), LAYERS, mlp_batch(), remat=True, layers=4)
+    for stage in range(2):
+        eqns = equations(graph, f"B{stage}")
+        found = regions(eqns)
+        assert [each.count("tanh") for each in found] == [1, 1] and "tanh" not in names(eqns)
+        made = {value for task in graph.tasks if task.name == f"F{stage}" for value in task.outputs}
+        read = {value for task in graph.tasks if task.name == f"B{stage}" for value in task.inputs}
+        handed = [graph.values[name].shape for name in made & read if graph.values[name].per_microbatch]
+        assert all(shape[-1:] != (WIDE,) for shape in handed) and (4, WIDTH) in handed
+
+
+def test_the_regions_of_a_task_run_from_the_last_layer_to_the_first():
+    graph = cut(residual(tanh), LAYERS, mlp_batch(), remat=True, layers=4)
+    first, second = (eqn for eqn in equations(graph, "B1") if eqn.primitive.name == "remat2")
+    (mine,) = (task for task in graph.tasks if task.name == "B1")
+    inputs = dict(zip(mine.jaxpr.jaxpr.invars, mine.inputs, strict=True))
+
+    def weights(eqn):
+        return {inputs[v] for v in jc.operands(eqn) if inputs.get(v, "").startswith("a.")}
+
+    assert "a.3.w" in weights(first) <= {"a.3.v", "a.3.w"} and "a.2.w" in weights(second) <= {"a.2.v", "a.2.w"}
+    sent = set(first.outvars)
+    for eqn in equations(graph, "B1"):
+        if eqn is not first and not sent.isdisjoint(jc.operands(eqn)):
+            sent.update(eqn.outvars)
+    assert not sent.isdisjoint(jc.operands(second))  # so that it cannot begin before
+
+
+def test_alone_all_layers_but_the_last_are_computed_again_in_the_one_task():
+    plain, again = (
+        cut(residual(tanh), LAYERS, mlp_batch(), num_devices=1, num_stages=1, layers=4, remat=remat)
+        for remat in (False, True)
+    )
+    assert not regions(equations(plain, "F0"))
+    assert [each.count("tanh") for each in regions(equations(again, "F0"))] == [1, 1, 1]
+    assert names(equations(again, "F0")).count("tanh") == 4
+
+
+def test_without_layers_of_its_own_a_stage_alone_has_those_of_the_model():
+    graph = cut(residual(tanh), LAYERS, mlp_batch(), num_devices=1, num_stages=1, remat=True)
+    assert [each.count("tanh") for each in regions(equations(graph, "F0"))][-3:] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("act", "inside", "beside"), [(own_dropout, 1, 0), (one_dropout, 0, 1)])
+def test_draws_are_made_in_the_region_that_alone_needs_them_and_else_once(act, inside, beside):
+    eqns = equations(cut(residual(act), LAYERS, mlp_batch(), remat=True, layers=4), "B0")
+    assert [each.count("random_bits") for each in regions(eqns)] == [inside] * 2
+    assert names(eqns).count("random_bits") == beside
+
+
+@jax.custom_vjp
+def told(h):
+    return jnp.sin(h)
+
+
+def told_forward(h):
+    return jnp.sin(h), h
+
+
+def told_backward(h, g):
+    jax.debug.callback(lambda _: None, g, ordered=True)
+    return (g * jnp.cos(h),)
+
+
+told.defvjp(told_forward, told_backward)
+
+
+def test_equations_that_keep_an_order_stay_where_they_are_and_all_layers_run_again_at_once():
+    step = residual(lambda h, *_: told(jnp.tanh(h)))
+    eqns = equations(cut(step, LAYERS, mlp_batch(), remat=True, layers=4), "B0")
+    assert not regions(eqns) and names(eqns).count("tanh") == 2
+
+
+CASES = {
+    "tanh": (residual(tanh), LAYERS, mlp_batch()),
+    "a mask of each layer": (residual(own_dropout), LAYERS, mlp_batch()),
+    "one mask": (residual(one_dropout), LAYERS, mlp_batch()),
+    "two gradients": (gan_step, gan_params(), mlp_batch()),
+    "tied weights": (sgd(gpt_loss), gpt_params(4), gpt_batch()),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_the_step_is_the_same(name, num_stages, schedule):
+    step, *args = CASES[name]
+    graph = cut(step, *args, num_devices=num_stages, num_stages=num_stages, remat=True, layers=4, schedule=schedule)
+    assert any(regions(task.jaxpr.jaxpr.eqns) for task in graph.tasks)
+    assert_same(
+        jax.tree.unflatten(jax.tree.structure(step(*args)), evaluate(graph, jax.tree.leaves(args))), step(*args)
+    )
+
+
+def test_a_stage_needs_less_memory_the_more_layers_it_computes_again():
+    layers = [{"w": draw(n, 64, 256), "v": draw(20 + n, 256, 64)} for n in range(8)]
+    batch = draw(40, 512, 64), draw(41, 512, 64)
+    peaks = []
+    for options in ({}, {"remat": True, "layers": 2}, {"remat": True, "layers": 8}):
+        method = autopar.PipelineParallel(num_stages=2, num_microbatches=4, **options)
+        step = autopar.parallelize(residual(tanh), method=method, devices=jax.devices()[:2], donate_argnums=0)
+        peaks.append(step.trace(layers, batch).plan().simulate().peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2]
