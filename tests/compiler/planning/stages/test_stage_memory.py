@@ -161,11 +161,12 @@ def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_ha
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="pip install 'autopar[gpu-aot]'")
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(("target", "machine"), [("h100", "dgx-h100"), ("a100", "p4d.24xlarge")])
-def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled(target, machine):
+def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled(target, machine, remat):
     size = GPTSize(width=1024, layers=4, heads=16, length=512, vocabulary=8192, batch=32)
     workload = alpa_gpt("gpt", size, jnp.bfloat16)
-    method = autopar.Auto(num_stages=2, num_microbatches=4, remat=False, memory="off")
+    method = autopar.Auto(num_stages=2, num_microbatches=4, remat=remat, memory="off")
     hosts = autopar.Cluster.parse(machine)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=hosts, method=method)
     planned_step = step.trace(workload.abstract_state, workload.abstract_batch).plan()
