@@ -57,7 +57,7 @@ class Cutting:
     more_layers: int
     num_microbatches: int
     schedule: str
-    remat: tuple[bool, ...]  # of stages 0, 1, ...
+    recomputed: tuple[int, ...]  # at most so many layers of stages 0, 1, ...
     split_loops: bool
     seed: int
 
@@ -198,7 +198,7 @@ def make_plan(trace: Trace, cutting: Cutting) -> Plan | None:
         method="random",
         meshes=tuple(MeshPlan(devices=(i,), shape=(1,), axis_names=("data",)) for i in range(num_meshes)),
         stages=tuple(
-            StagePlan(layers=(start, stop), mesh=s % num_meshes, remat=cutting.remat[s])
+            StagePlan(layers=(start, stop), mesh=s % num_meshes, recomputed=min(cutting.recomputed[s], stop - start))
             for s, (start, stop) in enumerate(itertools.pairwise(borders))
         ),
         cuts=tuple(sorted(rng.sample(range(1, length), num_layers - 1))),
@@ -239,7 +239,7 @@ def cuttings(schedules: tuple[str, ...] = SCHEDULES) -> st.SearchStrategy[Cuttin
         more_layers=st.integers(0, 2),
         num_microbatches=st.sampled_from([1, 2, 4]),
         schedule=st.sampled_from(schedules),
-        remat=st.tuples(*[st.booleans()] * 4),
+        recomputed=st.tuples(*[st.sampled_from([0, 1, 9])] * 4),
         split_loops=st.booleans(),
         seed=st.integers(0, 1000),
     )

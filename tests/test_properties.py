@@ -96,7 +96,7 @@ def test_what_two_rounds_make_again_has_a_name_in_each():
             more_layers=2,
             num_microbatches=4,
             schedule="zero-bubble",
-            remat=(False, True, False, True),
+            recomputed=(0, 9, 0, 9),
             split_loops=False,
             seed=438323,
         ),

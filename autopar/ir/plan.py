@@ -43,7 +43,7 @@ from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
 from autopar.plain_text import as_text, microbatches_in_words
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 
 HOST_VALUES = ("activations", "gradients")
 """Values of a step that can be on the hosts while no task uses them."""
@@ -93,8 +93,18 @@ class StagePlan:
 
     layers: tuple[int, int]
     mesh: int
-    remat: bool = False  # the backward task recomputes each layer from what goes into it
+    recomputed: int = 0  # so many layers, the first, the backward task computes again from what goes into each
     microbatches: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The number of its layers."""
+        return self.layers[1] - self.layers[0]
+
+    def with_layers(self, start: int, stop: int) -> StagePlan:
+        """Return the stage with other layers, of which it computes as many again, or all as before."""
+        again = stop - start if self.recomputed == self.num_layers else min(self.recomputed, stop - start)
+        return dataclasses.replace(self, layers=(start, stop), recomputed=again)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -286,10 +296,19 @@ class Plan:
     def remat_policy(self) -> str:
         """Return the layers that the plan computes again in the backward pass, as `jax.checkpoint` would."""
         if self.sharding is None:
-            stages = [str(number) for number, stage in enumerate(self.stages) if stage.remat]
-            again = f"The layers of the stages {', '.join(stages)} are computed again, one by one."
-            return again if stages else "No stage is computed again."
+            again = self.recomputed_in_words()
+            return f"Computed again, layer by layer: {again}." if again else "No stage is computed again."
         return self.sharding.remat_policy()
+
+    def recomputed_in_words(self) -> str:
+        """Return which stages are computed again, and how many layers of those that are in part; nothing for none."""
+        whole = [str(number) for number, stage in enumerate(self.stages) if stage.recomputed == stage.num_layers]
+        parts = [
+            f"{stage.recomputed} of {stage.num_layers} layers of stage {number}"
+            for number, stage in enumerate(self.stages)
+            if 0 < stage.recomputed < stage.num_layers
+        ]
+        return ", ".join([*([f"stages {', '.join(whole)}"] if whole else []), *parts])
 
     def stage_rows(self) -> list[tuple[str, ...]]:
         """Return for every stage, as text: number, layers, mesh, devices, mesh shape, whether it is recomputed."""
@@ -298,7 +317,8 @@ class Plan:
             mesh = self.meshes[stage.mesh]
             shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
             layers = f"[{stage.layers[0]}, {stage.layers[1]})"
-            remat = "yes" if stage.remat else "no"
+            remat = "yes" if stage.recomputed == stage.num_layers else f"{stage.recomputed} of {stage.num_layers}"
+            remat = remat if stage.recomputed else "no"
             layers += f" of {stage.microbatches} microbatches" * (stage.microbatches is not None)
             devices = _ranges(mesh.devices) + f" {mesh.machine}" * bool(mesh.machine)
             rows.append((str(number), layers, str(stage.mesh), devices, shape, remat))
@@ -531,17 +551,23 @@ def _stage_from_json(number: int, raw: Any) -> StagePlan:
     fields = fields_of(
         f"Stage {number}",
         {"microbatches": None} | raw if isinstance(raw, dict) else raw,
-        ("layers", "mesh", "remat", "microbatches"),
+        ("layers", "mesh", "recomputed", "microbatches"),
         error=PlanMismatch,
     )
     share = fields["microbatches"]
     layers = _listed(f"layers of stage {number}", fields["layers"], int)
     if len(layers) != 2:
         raise PlanMismatch(f"Stage {number} has the layers {list(layers)}. Write them as [start, stop].")
+    recomputed = _typed(f"recomputed layers of stage {number}", fields["recomputed"], int)
+    if not 0 <= recomputed <= layers[1] - layers[0]:
+        raise PlanMismatch(
+            f"Stage {number} has {layers[1] - layers[0]} layers, and computes {recomputed} of them again. Write a "
+            f"number from 0 to {layers[1] - layers[0]}."
+        )
     return StagePlan(
         layers=(layers[0], layers[1]),
         mesh=_typed(f"mesh of stage {number}", fields["mesh"], int),
-        remat=_typed(f"remat of stage {number}", fields["remat"], bool),
+        recomputed=recomputed,
         microbatches=None if share is None else _typed(f"microbatches of stage {number}", share, int),
     )
 

@@ -284,9 +284,8 @@ def _price(fix: Fix, now: PlanDescription | None) -> str:
 
 
 def _computed_again(plan: Plan) -> str:
-    stages = [str(number) for number, stage in enumerate(plan.stages) if stage.remat]
-    if stages:
-        return f"; stages {', '.join(stages)} computed again"
+    if again := plan.recomputed_in_words():
+        return f"; {again} computed again"
     names = () if plan.sharding is None else plan.sharding.recomputed
     rest = ", ..." * (len(names) > _NUM_NAMED)
     return f"; {len(names)} layers computed again: {', '.join(names[:_NUM_NAMED])}{rest}" if names else ""

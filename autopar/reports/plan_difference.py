@@ -152,8 +152,7 @@ def _mesh_words(plan: Plan) -> str:
 def _remat_words(plan: Plan) -> str:
     if plan.sharding is not None:
         return ", ".join(plan.sharding.recomputed) or "nothing"
-    stages = [str(number) for number, stage in enumerate(plan.stages) if stage.remat]
-    return f"stages {', '.join(stages)}" if stages else "nothing"
+    return plan.recomputed_in_words() or "nothing"
 
 
 def _short(words: str) -> str:

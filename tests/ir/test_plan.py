@@ -20,7 +20,7 @@ PLAN = Plan(
     fingerprint="8f3a",
     method="PipelineParallel",
     meshes=(LINE, GRID),
-    stages=(StagePlan(layers=(0, 1), mesh=0), StagePlan(layers=(1, 3), mesh=1, remat=True)),
+    stages=(StagePlan(layers=(0, 1), mesh=0), StagePlan(layers=(1, 3), mesh=1, recomputed=2)),
     cuts=(7, 12),
     num_microbatches=4,
     input_specs={
@@ -161,7 +161,7 @@ def plans(draw: st.DrawFn) -> Plan:
             StagePlan(
                 layers=(start, start + length),
                 mesh=draw(st.integers(0, num_meshes - 1)),
-                remat=draw(st.booleans()),
+                recomputed=draw(st.integers(0, length)),
             )
             for start, length in zip(starts, lengths, strict=True)
         ),
@@ -190,7 +190,7 @@ def test_saved_plan_loads_as_it_was(tmp_path):
 def test_json_has_one_line_for_each_spec_mesh_and_stage():
     text = PLAN.to_json()
     assert """  "batch": ["data"],\n""" in text
-    assert """  {"layers": [1, 3], "mesh": 1, "remat": true}\n""" in text
+    assert """  {"layers": [1, 3], "mesh": 1, "recomputed": 2}\n""" in text
     assert list(json.loads(text)) == sorted(json.loads(text))
 
 
@@ -205,11 +205,15 @@ def without(key: str) -> dict:
     [
         ("{", "not JSON"),
         ("[]", "format None"),
-        (json.dumps(json.loads(PLAN.to_json()) | {"format": 99}), "format 99.* reads format 4"),
+        (json.dumps(json.loads(PLAN.to_json()) | {"format": 99}), "format 99.* reads format 5"),
         (json.dumps(without("format")), "format None"),
         (json.dumps(without("random")), r"lacks the keys \['random'\]"),
         (json.dumps(json.loads(PLAN.to_json()) | {"colour": 1}), r"unknown keys \['colour'\]"),
-        (PLAN.to_json().replace('"remat"', '"remap"'), r"Stage 0 lacks the keys \['remat'\].*'remap'"),
+        (PLAN.to_json().replace('"recomputed"', '"remap"'), r"Stage 0 lacks the keys \['recomputed'\].*'remap'"),
+        (
+            PLAN.to_json().replace('"recomputed": 2', '"recomputed": 3'),
+            "Stage 1 has 2 layers, and computes 3 of them again",
+        ),
         (PLAN.to_json().replace('"shape"', '"form"'), "Mesh 0 lacks"),
         (PLAN.to_json().replace('"mesh": 1', '"mesh": "1"'), "mesh of stage 1 is '1' of type str.* type int"),
         (PLAN.to_json().replace("[1, 3]", "[1, 3, 5]"), r"Stage 1 has the layers \[1, 3, 5\]"),

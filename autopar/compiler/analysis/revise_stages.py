@@ -225,8 +225,8 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
                 yield _revision(planning, str(count), plan, num_microbatches=count, stages=_shared(plan, count))
         case "remat" if not _recomputes(planning):
             for again in (False, True):
-                if any(stage.remat != again for stage in plan.stages):
-                    stages = tuple(replace(stage, remat=again) for stage in plan.stages)
+                stages = tuple(replace(stage, recomputed=stage.num_layers * again) for stage in plan.stages)
+                if stages != plan.stages:
                     words = "every stage computed again" if again else "nothing computed again"
                     yield _revision(planning, words, plan, stages=stages)
             yield from _one_computed_again(planning)
@@ -243,18 +243,18 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
 
 
 def _one_computed_again(planning: Planning) -> Iterator[Revision]:
-    """Yield the plan with one stage more computed again, the first that is not, and with one less, the last that is."""
+    """Yield the plan with one layer more computed again, of the first stage that has some left, and with one less."""
     plan = planning.plan
     ordered = list(enumerate(plan.stages))
-    more = next(((number, stage) for number, stage in ordered if not stage.remat), None)
-    less = next(((number, stage) for number, stage in reversed(ordered) if stage.remat), None)
-    for changed, words in ((more, "computed again as well"), (less, "no longer computed again")):
-        others = () if changed is None else [stage for number, stage in ordered if number != changed[0]]
-        if changed is not None and len({stage.remat for stage in others} - {not changed[1].remat}) > 0:
-            number, stage = changed
-            stages = [*plan.stages]
-            stages[number] = replace(stage, remat=not stage.remat)
-            yield _revision(planning, f"stage {number} {words}", plan, stages=tuple(stages))
+    more = next(((number, 1) for number, stage in ordered if stage.recomputed < stage.num_layers), None)
+    less = next(((number, -1) for number, stage in reversed(ordered) if stage.recomputed), None)
+    for number, step in (change for change in (more, less) if change is not None):
+        stages = [*plan.stages]
+        stage = stages[number] = replace(stages[number], recomputed=stages[number].recomputed + step)
+        mixed = 0 < sum(each.recomputed for each in stages) < sum(each.num_layers for each in stages)
+        if mixed:  # else it is one of the two above
+            words = f"{stage.recomputed} of {stage.num_layers} layers of stage {number} computed again"
+            yield _revision(planning, words, plan, stages=tuple(stages))
 
 
 def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revision]:
@@ -263,8 +263,8 @@ def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revisi
     before, after = stages[border - 1], stages[border]
     at = after.layers[0] + move
     if before.layers[0] < at < after.layers[1]:
-        stages[border - 1] = replace(before, layers=(before.layers[0], at))
-        stages[border] = replace(after, layers=(at, after.layers[1]))
+        stages[border - 1] = before.with_layers(before.layers[0], at)
+        stages[border] = after.with_layers(at, after.layers[1])
         words = f"stage {border} from layer {at}, not {after.layers[0]}"
         yield _revision(planning, words, planning.plan, stages=tuple(stages))
 

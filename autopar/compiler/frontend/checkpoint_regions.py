@@ -8,10 +8,10 @@ which computes the forward again from the region's inputs:
 
 A region within one layer stays as it is, and cuts keep out of it (`pipeline.layers:cut_allowed`). A region wider than a
 layer cannot stay one equation, for it would pull several layers to one stage. `inline_regions` dissolves it: its
-equations read the forward's values instead of computing them again, and stages that store their inputs only
-(`StagePlan.remat`) save the memory: the same promise, on several devices. What a policy saves is then recomputed too. A
-branch (`cond`) inside of a dissolved region, and what follows from it, is recomputed as before: correct, but not on the
-stage of its layer.
+equations read the forward's values instead of computing them again, and stages that compute all of their layers again
+(`StagePlan.recomputed`) save the memory: the same promise, on several devices. What a policy saves is then recomputed
+too. A branch (`cond`) inside of a dissolved region, and what follows from it, is recomputed as before: correct, but not
+on the stage of its layer.
 """
 
 from __future__ import annotations

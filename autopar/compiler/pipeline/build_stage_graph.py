@@ -40,7 +40,7 @@ def build_stage_graph(
     outputs: Sequence[LeafRows],
     input_names: Sequence[str],
     leaf_names: Sequence[str],
-    remat_stages: Iterable[int],
+    again: Mapping[int, Collection[int]],
     layer_of: Mapping[int, int],
     split_weight_gradients: bool = False,
     state_outputs: Mapping[int, int] | None = None,
@@ -49,15 +49,14 @@ def build_stage_graph(
     """Build the stage graph.
 
     `inputs` and `outputs` say which piece of which leaf the step's flat values are; `input_names` name the step's
-    inputs, `leaf_names` the leaves; `state_outputs` pairs flat outputs with the flat inputs that they replace. Stages
-    in `remat_stages` compute their layers again in the backward task, where `layer_of` tells the layer of each equation
-    that runs with the microbatches; with `split_weight_gradients` what no earlier stage waits for becomes a task W.
-    `host_state` names the leaves that are kept on the host, part by part: each part
-    has updates of its own.
+    inputs, `leaf_names` the leaves; `state_outputs` pairs flat outputs with the flat inputs that they replace. The
+    backward tasks of stages in `again` compute these of their layers again, where `layer_of` tells the layer of each
+    equation that runs with the microbatches; with `split_weight_gradients` what no earlier stage waits for becomes a
+    task W. `host_state` names the leaves that are kept on the host, part by part: each part has updates of its own.
     """
     task_equations = find_task_equations(
         placement,
-        remat_stages=frozenset(remat_stages),
+        again=again,
         layer_of=layer_of,
         split_weight_gradients=split_weight_gradients,
     )

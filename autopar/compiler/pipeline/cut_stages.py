@@ -32,8 +32,8 @@ class StageCut:
     """The forward equations at which layers 1, 2, ... begin."""
     stages: tuple[tuple[int, int], ...]
     """The layers `[start, stop)` of every stage; each lane has all layers, and the lanes follow each other."""
-    remat_stages: frozenset[int] = frozenset()
-    """Stages whose backward task computes the forward again."""
+    recomputed: tuple[int, ...] = ()
+    """How many of its first layers the backward task of each stage computes again; empty for none."""
     split_weight_gradients: bool = False
     """True if weight gradients are tasks of their own."""
     host_state: tuple[tuple[str, ...], ...] = ()
@@ -48,15 +48,14 @@ class StageCut:
             cuts=plan.cuts,
             stages=tuple(stage.layers for stage in plan.stages),
             shares=plan.shares,
-            remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
+            recomputed=tuple(stage.recomputed for stage in plan.stages),
             split_weight_gradients=get_schedule(plan.schedule).splits_weight_gradients,
             host_state=plan.host_state,
         )
 
-    def shape_of(self, lane: range) -> tuple[tuple[tuple[int, int], ...], frozenset[int]]:
-        """Return the layers of the stages of a lane, and those of its stages, counted from 0, that are recomputed."""
-        remat = frozenset(stage - lane.start for stage in self.remat_stages if stage in lane)
-        return self.stages[lane.start : lane.stop], remat
+    def shape_of(self, lane: range) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Return the layers of the stages of a lane, and how many each computes again."""
+        return self.stages[lane.start : lane.stop], self.recomputed[lane.start : lane.stop]
 
 
 @lru_cache(maxsize=2)
@@ -73,10 +72,10 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
         )
     place = partial(_placed, prepared.phases, cut.cuts)
     if not cut.shares:
-        return _graph(prepared, cut, place(cut.stages), cut.remat_stages)
+        return _graph(prepared, cut, place(cut.stages), cut.stages, cut.recomputed)
     shapes = [cut.shape_of(lane) for lane in lanes_of(cut.stages)]
     deferred = frozenset[int]().union(*(place(stages).deferred for stages in {stages for stages, _ in shapes}))
-    graphs = {(stages, remat): _graph(prepared, cut, place(stages, deferred), remat) for stages, remat in set(shapes)}
+    graphs = {shape: _graph(prepared, cut, place(shape[0], deferred), *shape) for shape in set(shapes)}
     return with_lanes([graphs[shape] for shape in shapes], cut.shares)
 
 
@@ -95,7 +94,14 @@ def _layer_of(phases: Phases, cuts: tuple[int, ...]) -> Mapping[int, int]:
     return _placed(phases, cuts, tuple((layer, layer + 1) for layer in range(len(cuts) + 1))).stages
 
 
-def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_stages: frozenset[int]) -> StageGraph:
+def _graph(
+    prepared: PreparedStep,
+    cut: StageCut,
+    placement: Placement,
+    stages: tuple[tuple[int, int], ...],
+    recomputed: tuple[int, ...],
+) -> StageGraph:
+    again = {s: range(stages[s][0], stages[s][0] + count) for s, count in enumerate(recomputed) if count}
     return build_stage_graph(
         placement,
         name=prepared.trace.name,
@@ -104,8 +110,8 @@ def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_st
         input_names=prepared.input_names,
         leaf_names=[leaf.name for leaf in prepared.trace.inputs],
         state_outputs=prepared.state_outputs,
-        remat_stages=remat_stages,
-        layer_of=_layer_of(prepared.phases, cut.cuts) if remat_stages else {},
+        again=again,
+        layer_of=_layer_of(prepared.phases, cut.cuts) if again else {},
         split_weight_gradients=cut.split_weight_gradients,
         host_state=cut.host_state,
     )

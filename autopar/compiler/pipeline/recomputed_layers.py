@@ -27,20 +27,23 @@ class StageEquations:
     """The layer of each equation that runs with the microbatches."""
     forward: Set[int]
     backward: Set[int]
+    again: Collection[int]
+    """The layers that are computed again."""
     together: bool
     """True if the forward and the backward pass are one task."""
 
     def recomputed(self) -> tuple[list[Recomputed], set[int]]:
         """Return the regions of the layers, and the forward equations that run again outside of any.
 
-        Regions move equations. Where some of the backward pass have to keep their order, all layers run again as they
-        are; if `together`, none does.
+        Regions move equations. Where some of the backward pass have to keep their order, layers run again as they are;
+        if `together`, none does.
         """
         eqns = self.phases.equations
         may_repeat = {i for i in self.forward if not eqns[i].effects and eqns[i].primitive.name not in REMAT}
         backward = self._backward_by_layers()
         if not backward or any(jc.keeps_order(eqns[i]) for i in self.backward):
-            return [], set() if self.together else self._needed(self.backward, may_repeat)
+            mine = [i for i in may_repeat if self.layer_of[i] in self.again]
+            return [], set() if self.together else self._needed(self.backward, mine)
         forward: defaultdict[int, set[int]] = defaultdict(set)
         for i in may_repeat:
             forward[self.layer_of[i]].add(i)
@@ -49,7 +52,8 @@ class StageEquations:
         regions: list[Recomputed] = []
         kept = set[jc.Var]()
         for number, layer in enumerate(layers):
-            again = forward[layer] | draws[layer] if number or not self.together else set[int]()
+            runs_again = layer in self.again and (number or not self.together)
+            again = forward[layer] | draws[layer] if runs_again else set[int]()
             region = self._region(again, backward[layer], kept)
             kept = self._read_by(backward[layer] if region is None else backward[layer] | region.again)
             regions += [] if region is None else [region]

@@ -7,7 +7,7 @@ dropout draws) are made once, by the forward task, and kept for the backward one
 made again, so that no copy of them waits in memory. So are activations, where cheap equations make them of others that
 wait anyway (`recomputed_values`).
 
-The layers of a rematerialised stage are computed again one by one, the last one first. What a layer makes again and its
+The layers that a stage is to compute again are so one by one, the last one first. What a layer makes again and its
 backward equations are one equation (`regions`). Where equations of the backward pass have to keep their order, they
 stay as they are, and all layers are made again at once.
 """
@@ -60,10 +60,17 @@ class TaskEquations:
 
 
 def find_task_equations(
-    placement: Placement, *, remat_stages: frozenset[int], layer_of: Mapping[int, int], split_weight_gradients: bool
+    placement: Placement,
+    *,
+    again: Mapping[int, Collection[int]],
+    layer_of: Mapping[int, int],
+    split_weight_gradients: bool,
 ) -> TaskEquations:
-    """Gather the equations of every task; `layer_of` tells the layers of those that run with the microbatches."""
-    gatherer = _Gatherer(placement, remat_stages, layer_of)
+    """Gather the equations of every task.
+
+    Stages compute these of their layers `again`; `layer_of` tells the layers of what runs with the microbatches.
+    """
+    gatherer = _Gatherer(placement, again, layer_of)
     gatherer.gather(split_weight_gradients)
     return TaskEquations(
         all_equations=gatherer.all_equations,
@@ -77,13 +84,13 @@ def find_task_equations(
 class _Gatherer:
     """The tables of `find_task_equations` while it works."""
 
-    def __init__(self, placement: Placement, remat_stages: frozenset[int], layer_of: Mapping[int, int]) -> None:
+    def __init__(self, placement: Placement, again: Mapping[int, Collection[int]], layer_of: Mapping[int, int]) -> None:
         self.placement = placement
         self.phases = placement.phases
         self.eqns = self.phases.equations
         self.all_equations = list(self.eqns)
         self.regions: dict[int, Recomputed] = {}
-        self.remat_stages, self.layer_of = remat_stages, layer_of
+        self.layers_again, self.layer_of = again, layer_of
         specs = zip(self.phases.step.jaxpr.jaxpr.invars, self.phases.step.inputs, strict=True)
         self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
         self.operands, self.producer = self.phases.operands, self.phases.producer
@@ -99,20 +106,21 @@ class _Gatherer:
                 anchored.setdefault((self._kind(i), stage, self.phases.rounds[i]), []).append(i)
         self._attach_accumulations(anchored)
         for key, indices in list(anchored.items()):
-            if key[1] in self.remat_stages and key[0] == self._backward_kind:
+            if key[1] in self.layers_again and key[0] == self._backward_kind:
                 anchored[key] = self._recomputing(key, indices)
         if split_weight_gradients:
             self._split_weight_gradients(anchored)
-        for key in [k for k in anchored if k[0] == "F" and k[1] not in self.remat_stages]:
+        forward = [k for k in anchored if k[0] == "F" != self._backward_kind and not self._runs_again(k[1])]
+        for key in forward:
             self._make_again(anchored, key)
         for key in sorted(anchored, key=lambda k: (k[2], ORDER.index(k[0]), k[1])):
             again = self.again.get(key, set[int]())
             closure = self._closure([*anchored[key], *again], self.kept_by_earlier_tasks(key))
             self.equations[key] = self._when_first_read(closure, again - set(anchored[key])) if again else closure
             if not self.regions.keys().isdisjoint(closure):
-                eqns = [self.all_equations[i] for i in closure]
-                order = in_order(eqns, [self.regions[i].place if i in self.regions else i for i in closure])
-                self.equations[key] = [closure[number] for number in order]
+                indices = sorted(closure, key=self._place) if not again else self.equations[key]
+                order = in_order([self.all_equations[i] for i in indices], range(len(indices)))
+                self.equations[key] = [indices[number] for number in order]
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
         """Give each accumulation to the task that makes its operand; gradients of tied parameters have their own."""
@@ -147,7 +155,7 @@ class _Gatherer:
         return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
 
     def _recomputing(self, key: TaskKey, indices: Sequence[int]) -> list[int]:
-        """Return the equations of a backward task of a rematerialised stage, with what it computes again."""
+        """Return the equations of a backward task with what it computes again."""
         mine = [i for i, stage in self.placement.stages.items() if (stage, self.phases.rounds[i]) == key[1:]]
         backward = {i for i in indices if Phase.BACKWARD in self.phases.of[i]}
         regions, again = StageEquations(
@@ -155,10 +163,23 @@ class _Gatherer:
             layer_of=self.layer_of,
             forward={i for i in mine if Phase.FORWARD in self.phases.of[i]} - backward,
             backward=backward,
+            again=self.layers_again[key[1]],
             together=key[0] == "F",
         ).recomputed()
         moved = set[int]().union(*(region.backward for region in regions))
         return sorted((again | set(indices)) - moved) + [self._add(region) for region in regions]
+
+    def _runs_again(self, stage: int) -> bool:
+        """Return whether a stage computes all of its layers again."""
+        return stage in self.layers_again and self._layers_of_stages[stage] <= {*self.layers_again[stage]}
+
+    @cached_property
+    def _layers_of_stages(self) -> Mapping[int, set[int]]:
+        layers: dict[int, set[int]] = {}
+        for i, stage in self.placement.stages.items():
+            if Phase.FORWARD in self.phases.of[i]:
+                layers.setdefault(stage, set()).add(self.layer_of[i])
+        return layers
 
     def _add(self, region: Recomputed) -> int:
         """Add the equation of a region behind those of the step; return its index."""
@@ -177,9 +198,11 @@ class _Gatherer:
         """Add to the later tasks of a stage the cheap equations that they compute again, to save memory in between."""
         later = [key for kind in ORDER[1:] if (key := (kind, *forward[1:])) in anchored]
         producers = {v: self.eqns[i] for i in sorted(anchored[forward]) for v in self.eqns[i].outvars}
-        kept = values_to_keep(producers, [self.eqns[i] for key in later for i in anchored[key]], self._is_free)
+        readers = [self.all_equations[i] for key in later for i in anchored[key]]
+        kept = values_to_keep(producers, readers, self._is_free)
         for key in later:
-            missing, again = [v for i in anchored[key] for v in self.operands[i]], set[int]()
+            missing = [v for i in anchored[key] for v in jc.operands(self.all_equations[i])]
+            again = set[int]()
             while missing:
                 v = missing.pop()
                 if v in producers and v not in kept and (i := self.producer[v]) not in again:
@@ -191,12 +214,16 @@ class _Gatherer:
         """Move each recomputed equation to just before its first reader, so that its result is kept for no longer."""
         first_reader: dict[int, int] = {}
         for i in reversed(indices):
-            place = first_reader[i] if i in again else i
-            for v in self.operands[i]:
+            place = first_reader[i] if i in again else self._place(i)
+            for v in jc.operands(self.all_equations[i]):
                 j = self.producer.get(v)
                 if j is not None and j in again:
                     first_reader[j] = min(place, first_reader.get(j, place))
-        return sorted(indices, key=lambda i: (first_reader[i], 0, i) if i in again else (i, 1, i))
+        return sorted(indices, key=lambda i: (first_reader[i], 0, i) if i in again else (self._place(i), 1, i))
+
+    def _place(self, index: int) -> int:
+        """Return the place of an equation in program order."""
+        return self.regions[index].place if index in self.regions else index
 
     def _is_free(self, v: jc.Var) -> bool:
         """True for a value that is not kept for a later task: of the whole step, or made cheaply where it is read."""
@@ -213,7 +240,7 @@ class _Gatherer:
         for key, indices in anchored.items():
             for v in (v for i in indices for v in jc.operands(self.all_equations[i])):
                 read_on.setdefault(v, set()).add(key[1:])
-        for key in [k for k in anchored if k[0] == "B" and k[1] not in self.remat_stages]:
+        for key in [k for k in anchored if k[0] == "B" and k[1] not in self.layers_again]:
             indices, wanted, first = anchored[key], set[jc.Var](), set[int]()
             for i in reversed(indices):
                 if any(v in wanted or read_on.get(v, set()) - {key[1:]} for v in self.eqns[i].outvars):
@@ -239,7 +266,7 @@ class _Gatherer:
     def kept_by_earlier_tasks(self, key: TaskKey) -> set[jc.Var]:
         """Costly unplaced values that an earlier task of the same stage has made: read, not made again."""
         kind, stage, round_number = key
-        if kind == "F" or stage in self.remat_stages:
+        if kind == "F" or self._runs_again(stage):
             return set()
         kept: set[jc.Var] = set()
         for earlier in ORDER[: ORDER.index(kind)]:

@@ -113,7 +113,7 @@ def in_lanes(step, state, batch, lanes, remat=(), **options):
         bare,
         meshes=tuple(MeshPlan(devices=(n,), shape=(1,), axis_names=("data",)) for n in range(len(stages))),
         stages=tuple(
-            StagePlan(layers=layers, mesh=n, microbatches=share, remat=n in remat)
+            StagePlan(layers=layers, mesh=n, microbatches=share, recomputed=(layers[1] - layers[0]) * (n in remat))
             for n, (share, layers) in enumerate(stages)
         ),
     )

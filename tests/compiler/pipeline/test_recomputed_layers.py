@@ -1,12 +1,16 @@
 """A stage that is computed again makes its layers one by one, each just before its backward pass."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.compiler import passes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.stage_graph import StageGraph, evaluate
+from autopar.hardware.cluster import Cluster
 from tests.small_steps import (
     WIDTH,
     assert_same,
@@ -19,6 +23,7 @@ from tests.small_steps import (
     gpt_params,
     mlp_batch,
     sgd,
+    traced,
 )
 
 WIDE = 4 * WIDTH
@@ -166,3 +171,37 @@ def test_a_stage_needs_less_memory_the_more_layers_it_computes_again():
         step = autopar.parallelize(residual(tanh), method=method, devices=jax.devices()[:2], donate_argnums=0)
         peaks.append(step.trace(layers, batch).plan().simulate().peak_bytes)
     assert peaks[0] > peaks[1] > peaks[2]
+
+
+def with_recomputed(counts, step, *args, **options):
+    """The stages of a step, as many layers of which are computed again as `counts` say."""
+    trace = traced(step, *args)
+    method = autopar.PipelineParallel(num_stages=len(counts), num_microbatches=2, layers=4, remat=True, **options)
+    plan = passes.make_plan(trace, method, cluster=Cluster(num_devices=len(counts), kind="cpu"))
+    stages = tuple(replace(each, recomputed=count) for each, count in zip(plan.stages, counts, strict=True))
+    return passes.cut_step(trace, replace(plan, stages=stages))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("counts", [(1,), (3,), (1, 0), (0, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_of_a_stage_any_number_of_layers_is_computed_again(name, counts, schedule):
+    step, *args = CASES[name]
+    graph = with_recomputed(counts, step, *args, schedule=schedule)
+    assert_same(
+        jax.tree.unflatten(jax.tree.structure(step(*args)), evaluate(graph, jax.tree.leaves(args))), step(*args)
+    )
+    if name == "tanh":
+        found = {task.stage: len(regions(task.jaxpr.jaxpr.eqns)) for task in graph.tasks if task.kind in "FB"}
+        assert found == dict(enumerate(counts))
+
+
+def test_a_layer_that_is_kept_is_handed_on_as_without_others_that_are_computed_again():
+    def handed(counts):
+        graph = with_recomputed(counts, residual(tanh), LAYERS, mlp_batch())
+        made = {name for task in graph.tasks if task.name == "F0" for name in task.outputs}
+        read = {name for task in graph.tasks if task.name == "B0" for name in task.inputs}
+        return sorted(graph.values[name].shape[-1] for name in made & read if graph.values[name].shape)
+
+    none, one, both = (handed((count, 0)).count(WIDE) for count in range(3))
+    assert none == 2 * one > both == 0

@@ -93,7 +93,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     cuts, layers = stage_layers(prepared.phases, stages, num_layers)
     bare = _bare_plan(trace, stages, meshes, type(method).__name__, cuts=cuts, layers=layers, loop_pieces=pieces)
     if prepared.recomputes:
-        bare = replace(bare, stages=tuple(replace(stage, remat=True) for stage in bare.stages))
+        bare = replace(bare, stages=tuple(replace(stage, recomputed=stage.num_layers) for stage in bare.stages))
     graph = cut_stages(prepared, StageCut.of(bare)) if offloads or divided else None
     if graph is not None and offloads:
         bare = with_offload(bare, graph, offloaded(stages), trace.host_state)
@@ -198,7 +198,8 @@ def _bare_plan(
         method=method,
         meshes=meshes,
         stages=tuple(
-            StagePlan(layers=own, mesh=mesh, remat=stages.remat) for own, mesh in zip(layers, stage_mesh, strict=True)
+            StagePlan(layers=own, mesh=mesh, recomputed=own[1] - own[0] if stages.remat else 0)
+            for own, mesh in zip(layers, stage_mesh, strict=True)
         ),
         cuts=cuts,
         loop_pieces=loop_pieces,

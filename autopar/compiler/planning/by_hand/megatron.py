@@ -229,7 +229,11 @@ def _bare_plan(
         method=type(method).__name__,
         meshes=tuple(MeshPlan(devices=own, shape=shape, axis_names=axis_names) for own in devices),
         stages=tuple(
-            StagePlan(layers=(start, stop), mesh=mesh, remat=method.remat or prepared.recomputes)
+            StagePlan(
+                layers=(start, stop),
+                mesh=mesh,
+                recomputed=stop - start if method.remat or prepared.recomputes else 0,
+            )
             for start, stop, mesh in zip(starts, [*starts[1:], len(cuts) + 1], stage_mesh, strict=True)
         ),
         cuts=cuts,

@@ -257,7 +257,7 @@ def _bare_plan(ranges: RangeCosts, lanes: Sequence[Lane], shares: Sequence[int])
             StagePlan(
                 layers=(stage.start, stage.stop),
                 mesh=number,
-                remat=stage.cost.choice.remat or layers.prepared.recomputes,
+                recomputed=layers.num_recomputed(stage.start, stage.stop, stage.cost.choice.remat),
                 microbatches=share,
             )
             for number, (stage, share) in enumerate(stages)

@@ -75,7 +75,7 @@ def _fastest(problem: StageProblem, simulated: Simulated) -> Plan:
 
 def _computes_again(plan: Plan) -> bool:
     recomputed = plan.sharding is not None and bool(plan.sharding.recomputed_layers)
-    return recomputed or any(stage.remat for stage in plan.stages)
+    return recomputed or any(stage.recomputed for stage in plan.stages)
 
 
 def _fitting(problem: StageProblem, offload: str | tuple[str, ...], simulated: Simulated) -> list[Plan]:

@@ -9,6 +9,7 @@ equal values in equal places.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class Layers:
         """The step that is cut, for this number of microbatches."""
         return self.prepare()
 
+    def num_recomputed(self, start: int, stop: int, share: float) -> int:
+        """Return how many layers of a range are computed again: a share of them, or all where the user's step does."""
+        return recomputed_layers(stop - start, 1.0 if self.prepared.recomputes else share)
+
     @cached_property
     def least_devices(self) -> tuple[int, ...]:
         """The number, by class, that a stage's devices must be a multiple of for the scopes in such a layer to hold."""
@@ -109,6 +114,11 @@ class Layers:
             least_devices(demand_of(eqn) for task in one.tasks for eqn in jc.all_equations(task.jaxpr))
             for one in self.classes
         )
+
+
+def recomputed_layers(num_layers: int, share: float) -> int:
+    """Return how many layers are computed again where at least a share of them is to be."""
+    return math.ceil(share * num_layers)
 
 
 def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> tuple[int, int]:
@@ -177,7 +187,7 @@ def find_layers(
     each_a_stage = StageCut(
         cuts=cuts,
         stages=tuple((layer, layer + 1) for layer in every_layer),
-        remat_stages=frozenset(every_layer if remat or prepared.recomputes else ()),
+        recomputed=tuple(1 for _ in every_layer) if remat or prepared.recomputes else (),
         split_weight_gradients=split_weight_gradients,
     )
     graph = cut_stages(prepared, each_a_stage)

@@ -78,8 +78,8 @@ class LayoutChoice(NamedTuple):
 
     memory_multiplier: float
     splits: AllowedSplits | None = None
-    remat: bool = False
-    """True if its backward task computes the forward pass again."""
+    remat: float = 0.0
+    """The share of its layers that its backward task computes again, those of whole layers the first of a stage."""
 
     @property
     def is_fastest(self) -> bool:

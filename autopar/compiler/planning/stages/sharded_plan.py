@@ -85,7 +85,7 @@ def shard_candidate(
             StagePlan(
                 layers=stage.layers,
                 mesh=stage.mesh,
-                remat=stages[stage.mesh].cost.choice.remat or layers.prepared.recomputes,
+                recomputed=layers.num_recomputed(*stage.layers, stages[stage.mesh].cost.choice.remat),
             )
             for stage in candidate.virtual_stages
         ),

@@ -27,6 +27,7 @@ from autopar.compiler.planning.stages.layer_classes import (
     count_step_layers,
     find_layers,
     model_cuts,
+    recomputed_layers,
     with_exact,
 )
 from autopar.compiler.planning.stages.layer_costs import (
@@ -44,6 +45,8 @@ from autopar.progress import tell
 
 _LITTLE_TIME = 0.01
 """Share of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
+_SHARES_AGAIN = 0.25, 0.5, 0.75
+"""Shares of its layers that a stage may compute again, beside none and all of them."""
 _BYTES = "state_bytes", "activation_bytes", "temporary_bytes", "deferred_bytes", "update_bytes"
 """The fields of a cost that are bytes of a device."""
 
@@ -257,6 +260,8 @@ class RangeCosts:
         if key not in self.known:
             costs = [cost for free in self._free_choices(submesh) for cost in self._front(start, stop, submesh, free)]
             if self.again is not None and not self.is_enough(costs[0], submesh):
+                parts = [costs[0].choice._replace(remat=share) for share in _SHARES_AGAIN]
+                costs += [self.cost(start, stop, submesh, choice) for choice in parts]
                 costs += self.again(start, stop, submesh)
             self.known[key] = costs
         return self.known[key]
@@ -282,8 +287,11 @@ class RangeCosts:
                 multipliers = self._worthwhile_multipliers(submesh, free) if saves else [SAVED_FOR_NOTHING]
                 slots += [(free._replace(memory_multiplier=each), short) for each in multipliers]
         if self.again is not None:
-            short = asked & ~self._are_enough(submesh, slots[0][0])
-            slots += self.again._slots(submesh, short) if short.any() else []
+            free = slots[0][0]
+            short = asked & ~self._are_enough(submesh, free)
+            if short.any():
+                slots += [(free._replace(remat=share), short) for share in _SHARES_AGAIN]
+                slots += self.again._slots(submesh, short)
         return slots
 
     def _are_enough(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
@@ -296,7 +304,7 @@ class RangeCosts:
         """Return the columns of a table for all ranges with one choice: [column, start, stop]."""
         if choice.remat != self.remat:
             assert self.again is not None
-            return self.again._columns(submesh, choice)
+            return self._columns_of_parts(submesh, choice) if choice.remat < 1 else self.again._columns(submesh, choice)
         key = (submesh, choice)
         if key not in self.columns:
             sums = self._sums(submesh, choice)
@@ -307,6 +315,21 @@ class RangeCosts:
                 [forward_s, backward_s, weight_s, update_s, state, temporary, activation, update]
             )
         return self.columns[key]
+
+    def _columns_of_parts(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
+        """Return the columns of a table for all ranges of which a share of the layers is computed again, the first."""
+        assert self.again is not None
+        num_layers = len(self.layers.class_of)
+        start, stop = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
+        again = np.array([recomputed_layers(length, choice.remat) for length in range(num_layers + 1)])
+        middle = start + again[np.maximum(stop - start, 0)]
+        parts = self.again._sums(submesh, choice._replace(remat=1.0)), self._sums(submesh, choice._replace(remat=0.0))
+        first, rest = (np.moveaxis(part.added, -1, 0) for part in parts)
+        added = first[:, middle] - first[:, start] + rest[:, stop] - rest[:, middle]
+        forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
+        beyond = np.concatenate([parts[1].most, np.zeros((1, num_layers + 1))])
+        temporary = deferred + np.maximum(parts[0].most[start, middle], beyond[middle, stop])
+        return np.stack([forward_s, backward_s, weight_s, update_s, state, temporary, activation, update])
 
     def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
         """Return the choices in which memory costs nothing; one as long as only the work of layers counts."""
@@ -349,7 +372,10 @@ class RangeCosts:
         """Return the cost of a range whose layouts are chosen so."""
         if choice.remat != self.remat:
             assert self.again is not None
-            return self.again.cost(start, stop, submesh, choice)
+            middle = start + recomputed_layers(stop - start, choice.remat)
+            again = self.again.cost(start, middle, submesh, choice._replace(remat=1.0))
+            rest = self.cost(middle, stop, submesh, choice._replace(remat=0.0)) if middle < stop else None
+            return replace(_joined(again, rest) if rest else again, choice=choice)
         sums = self._sums(submesh, choice)
         added = (sums.added[stop] - sums.added[start]).tolist()
         forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
@@ -597,6 +623,14 @@ def _no_less_bytes(least: StageCost, others: Sequence[StageCost]) -> StageCost:
     """Return the cost with at least as many bytes of each kind as the fewest among others."""
     fewest = {name: min((getattr(each, name) for each in others), default=0.0) for name in _BYTES}
     return replace(least, **{name: max(getattr(least, name), nbytes) for name, nbytes in fewest.items()})
+
+
+def _joined(one: StageCost, other: StageCost) -> StageCost:
+    """Return the cost of the layers of both."""
+    names = ("forward_s", "backward_s", "weight_s", "update_s", *_BYTES)
+    both = StageCost(**{name: getattr(one, name) + getattr(other, name) for name in names})
+    alone = max(each.temporary_bytes - each.deferred_bytes for each in (one, other))
+    return replace(both, temporary_bytes=both.deferred_bytes + alone)
 
 
 def _seconds(cost: StageCost) -> np.ndarray:

@@ -133,7 +133,7 @@ def test_equal_layers_are_cut_between_them():
 def test_options_are_carried_over():
     method = two_stages(remat=True, schedule="gpipe", random="per_microbatch", batch_statistics="per_microbatch")
     found = plan(method)
-    assert [s.remat for s in found.stages] == [True, True]
+    assert [s.recomputed == s.num_layers for s in found.stages] == [True, True]
     assert (found.schedule, found.random, found.batch_statistics) == ("gpipe", "per_microbatch", "per_microbatch")
 
 

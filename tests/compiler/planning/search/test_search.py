@@ -313,7 +313,7 @@ def test_one_stage_computes_again_what_the_user_says(method):
     step = autopar.parallelize(CHECKPOINTED.step, cluster=cluster)
     traced = step.trace(CHECKPOINTED.abstract_state, CHECKPOINTED.abstract_batch)
     plan = traced.plan(method).plan
-    assert plan.num_stages == 1 and not any(stage.remat for stage in plan.stages)
+    assert plan.num_stages == 1 and not any(stage.recomputed for stage in plan.stages)
     graph = cut_step(traced.trace, plan)
     assert num_regions(eqn for task in graph.tasks for eqn in jc.all_equations(task.jaxpr)) == 2
 
