@@ -341,14 +341,16 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
     (cut,) = cut_forward(phases, 2)
     layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(phases))}
     names = [f"input_{spec.leaf}{'' if i < num_inputs else '/whole'}" for i, spec in enumerate(step.inputs)]
+    placement = place_equations(phases, layer_stage=layer_stage, num_stages=2)
     graph = build_stage_graph(
-        place_equations(phases, layer_stage=layer_stage, num_stages=2),
+        placement,
         name=model,
         inputs=[LeafRows(leaf=i) for i in range(num_inputs)],
         outputs=[LeafRows(leaf=i) for i in range(num_outputs)],
         input_names=names,
         leaf_names=names[:num_inputs],
-        remat_stages=[0, 1],
+        again={0: [0], 1: [1]},
+        layer_of=placement.stages,
     )
     assert found and {task.stage for task in graph.tasks if task.kind == "B"} == {0, 1}
     leaves = jax.tree.leaves((*arguments, jax.random.key(7)))
