@@ -7,9 +7,9 @@ dropout draws) are made once, by the forward task, and kept for the backward one
 made again, so that no copy of them waits in memory. So are activations, where cheap equations make them of others that
 wait anyway (`recomputed_values`).
 
-The layers that a stage is to compute again are so one by one, the last one first. What a layer makes again and its
-backward equations are one equation (`regions`). Where equations of the backward pass have to keep their order, they
-stay as they are, and all layers are made again at once.
+Layers that are computed again are so one by one, the last one first: what a layer makes again and the backward
+equations that read it are one equation (`regions`). Where equations of the backward pass have to keep their order, they
+stay as they are, and these layers are made again at once.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class _Gatherer:
                 anchored[key] = self._recomputing(key, indices)
         if split_weight_gradients:
             self._split_weight_gradients(anchored)
-        forward = [k for k in anchored if k[0] == "F" != self._backward_kind and not self._runs_again(k[1])]
-        for key in forward:
-            self._make_again(anchored, key)
+        if self._backward_kind != "F":
+            for key in [k for k in anchored if k[0] == "F" and not self._runs_again(k[1])]:
+                self._make_again(anchored, key)
         for key in sorted(anchored, key=lambda k: (k[2], ORDER.index(k[0]), k[1])):
             again = self.again.get(key, set[int]())
             closure = self._closure([*anchored[key], *again], self.kept_by_earlier_tasks(key))

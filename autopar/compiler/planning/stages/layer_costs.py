@@ -74,12 +74,12 @@ _TYPICAL_IN_FLIGHT = 4
 
 
 class LayoutChoice(NamedTuple):
-    """The way to compute a stage: what memory costs its layouts, what the mesh axes may split, and if it runs again."""
+    """The way to compute a stage: what memory costs its layouts, what the mesh axes may split, and what runs again."""
 
     memory_multiplier: float
     splits: AllowedSplits | None = None
     remat: float = 0.0
-    """The share of its layers that its backward task computes again, those of whole layers the first of a stage."""
+    """The share of its layers, the first ones, that its backward task computes again; of a layer 0 or 1."""
 
     @property
     def is_fastest(self) -> bool:
