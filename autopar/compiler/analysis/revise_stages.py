@@ -253,7 +253,9 @@ def _one_computed_again(planning: Planning) -> Iterator[Revision]:
         stage = stages[number] = replace(stages[number], recomputed=stages[number].recomputed + step)
         mixed = 0 < sum(each.recomputed for each in stages) < sum(each.num_layers for each in stages)
         if mixed:  # else it is one of the two above
-            words = f"{stage.recomputed} of {stage.num_layers} layers of stage {number} computed again"
+            some = f"{stage.recomputed} of {stage.num_layers} layers"
+            count = {0: "no layer", stage.num_layers: "every layer"}.get(stage.recomputed, some)
+            words = f"{count} of stage {number} computed again"
             yield _revision(planning, words, plan, stages=tuple(stages))
 
 

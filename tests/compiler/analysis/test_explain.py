@@ -96,7 +96,7 @@ def test_another_layout_of_stages_computes_the_same():
         ("stages by hand", "stages", {"stage 1 from layer 1, not 2"}),
         ("stages of one device", "schedule", {"eager-1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"}),
         ("searched stages", "num_microbatches", {"1", "4"}),
-        ("megatron", "remat", {"every stage computed again", "stage 0 computed again as well"}),
+        ("megatron", "remat", {"every stage computed again", "every layer of stage 0 computed again"}),
         ("one program", "num_microbatches", {"2"}),
         ("zero", "mesh_shape", {"1x4", "2x2"}),
         ("one program", "remat", None),

@@ -80,7 +80,7 @@ def test_stages_that_are_computed_again_and_others_make_one_step(traced, peaks):
     assert planned.plan.verify(autopar.parallelize(train_step), arguments())
     words = [each.choice for each in planned.explain("remat").others]
     assert {"every stage computed again", "nothing computed again"} < {*words}
-    assert any("layers of stage" in each for each in words)
+    assert any(" of stage " in each for each in words)  # one layer more, one less
 
 
 def test_layers_are_solved_for_as_stages_compute_them(traced):
