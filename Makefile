@@ -26,7 +26,7 @@ docs: $(INSTALLED) ## build the manual in docs/_build; warnings are errors
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 test: $(INSTALLED) ## the suite, or what PYTEST_ARGS names
-	$(VENV)/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-wide: ## the suite with the long tests that others are much like
 	$(MAKE) test PYTEST_ARGS="--wide $(PYTEST_ARGS)"
