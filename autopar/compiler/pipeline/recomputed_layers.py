@@ -1,4 +1,4 @@
-"""Choose what a backward task computes again of the layers of its stage, one by one.
+"""Choose what a backward task computes again of those layers of its stage that are, one by one.
 
     forward and backward equations of a stage, their layers  ->  regions
 
@@ -95,7 +95,7 @@ class StageEquations:
         return {v for i in equations for v in self.phases.operands[i]}
 
     def _draws(self, layers: Mapping[int, Collection[int]]) -> dict[int, set[int]]:
-        """Return for each layer the costly unplaced equations (masks, dropout draws) that it alone needs."""
+        """Return for each layer the unplaced equations (casts of parameters, dropout draws) that it alone needs."""
         unplaced = {layer: self._unplaced_for(own) for layer, own in layers.items()}
         num_readers = Counter(i for own in unplaced.values() for i in own)
         return {layer: {i for i in own if num_readers[i] == 1} for layer, own in unplaced.items()}

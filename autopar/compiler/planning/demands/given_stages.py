@@ -155,7 +155,8 @@ def _layers_of_runs(name: str, phases: Phases, num_given: int) -> int:
 def stage_layers(phases: Phases, stages: PipelineParallel, num_layers: int) -> tuple[tuple[int, ...], Runs]:
     """Return where the layers begin, and the layers of every stage."""
     if stages.num_virtual_stages == 1:
-        return layer_cuts(phases, num_layers), [(0, num_layers)]
+        cuts = layer_cuts(phases, num_layers)
+        return cuts, [(0, len(cuts) + 1)]
     if stages.runs is None:
         anywhere = stages.layers is None and not count_marked_layers(phases)
         cuts = (cut_forward if anywhere else layer_cuts)(phases, num_layers)

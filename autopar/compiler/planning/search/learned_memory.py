@@ -19,7 +19,7 @@ _NEXT_SHARE = 0.97
 """Largest share of the memory of one search that the next one may use."""
 _SHARE_ALONE = 1.5
 """Multiple of its memory that a stage alone may need by its layers. Its forward and backward pass are one task, which
-frees what layers keep on the way."""
+frees what layers keep on the way: a GPT's layers said 1.3 times what it needed on eight devices."""
 
 
 def usual_share(num_stages: int) -> float:
@@ -71,7 +71,7 @@ class LearnedMemory:
 
         They are expected to need as much more than their layers as the fullest of its stages.
         """
-        if len(candidate.stages) == 1:
+        if len(candidate.stages) == 1:  # it may have been given much more than it needs
             share = min(share, *candidate.peak_shares(self.problem))
         return share * min(_NEXT_SHARE, 1 / max(wholes))
 
