@@ -35,6 +35,7 @@ from rich.progress import track
 import autopar
 from autopar.compiler.inter_op.stage_costs import Stage, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes
+from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.planning.stages.layer_costs import LayoutChoice
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.sharded_plan import shard_candidate
@@ -205,7 +206,7 @@ def compare(seed: int) -> Row:
     method, memory = autopar.Auto(), None
     if is_tight:
         two = autopar.Auto(num_stages=2, num_microbatches=2, remat=False)
-        memory = draw.uniform(0.4, 1.0) * traced.plan(two).simulate().peak_bytes
+        memory = bytes_with_headroom(draw.uniform(0.4, 1.0) * traced.plan(two).simulate().peak_bytes)
         method = autopar.Auto(memory=memory)
     problem = StageProblem(trace=traced.trace, method=method, hardware=cluster, cache_directory=None)
     times = [each for count in COUNTS for each in simulated_times(traced, problem, count)]

@@ -224,7 +224,7 @@ def measured(model: str, cluster_name: str, methods: Sequence[str], memory: floa
         except AutoparError as error:
             refused[name] = f"{type(error).__name__}: {error}"
             continue
-        if not report.fits or report.peak_bytes > _allowed_bytes(method, limit_bytes):
+        if not report.fits or report.peak_bytes > limit_bytes:
             refused[name] = "does not fit"
             continue
         step_ms[name] = 1e3 * report.step_time_s
@@ -253,12 +253,6 @@ def _within(method: Method, limit_bytes: float) -> Method:
     if not isinstance(method, autopar.Auto) or method.memory != autopar.Auto().memory or math.isinf(limit_bytes):
         return method
     return replace(method, memory=bytes_with_headroom(limit_bytes))
-
-
-def _allowed_bytes(method: Method, limit_bytes: float) -> float:
-    """Return what a plan may take: of a search its budget, of which stages leave nothing free."""
-    given = method.memory if isinstance(method, autopar.Auto) else limit_bytes
-    return limit_bytes if isinstance(given, str) else max(given, limit_bytes)
 
 
 def slower(rows: Sequence[Row], before: Sequence[Mapping[str, Any]]) -> list[str]:

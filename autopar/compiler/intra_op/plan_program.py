@@ -194,7 +194,7 @@ class IntraOpProblem:
 
     def fits(self, optimum: Optimum) -> bool:
         """Return whether layouts fit into memory."""
-        return not self.search.is_limited or self.search.measure(optimum.assignment).excess <= 0
+        return not self.search.is_limited or self.search.excess(optimum.assignment) <= 0
 
     def best(self, below_s: float = math.inf, unlimited: Optimum | None = None) -> IntraOpPlan:
         """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick.
@@ -284,6 +284,8 @@ class MemorySearch:
     input_names: Sequence[str]
     fitting: dict[Assignment, PlannedProgram] = field(default_factory=dict[Assignment, PlannedProgram])
     """The programs met that fit, one of which the best will be."""
+    excesses: dict[Assignment, float] = field(default_factory=dict[Assignment, float])
+    """By how many bytes the programs met exceed the budget."""
 
     def program(self, assignment: Assignment) -> PlannedProgram:
         """Return the program that an assignment means."""
@@ -297,16 +299,23 @@ class MemorySearch:
         """True if there are assignments that may need more than the budget."""
         return math.isfinite(self.budget.nbytes)
 
+    def excess(self, assignment: Assignment) -> float:
+        """Return by how many bytes an assignment exceeds the budget."""
+        if assignment not in self.excesses:
+            program = self.program(assignment)
+            self.excesses[assignment] = program.memory.peak_bytes - self.budget.limit_bytes
+            if self.excesses[assignment] <= 0:
+                self.fitting[assignment] = program
+        return self.excesses[assignment]
+
     def measure(self, assignment: Assignment) -> Measured:
         """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does.
 
         Only these take the forms in which its values could be read as well.
         """
-        program, limit = self.program(assignment), self.budget.limit_bytes
-        if (excess := program.memory.peak_bytes - limit) <= 0:
-            self.fitting[assignment] = program
+        if (excess := self.excess(assignment)) <= 0:
             return Measured(excess=excess, rows=())
-        memory = modelled_memory(self.choices, self.table, assignment, self.donated)
+        memory, limit = modelled_memory(self.choices, self.table, assignment, self.donated), self.budget.limit_bytes
         excess = memory.peak_bytes - limit
         if excess <= 0:
             return Measured(excess=excess, rows=())

@@ -13,6 +13,7 @@ The place of an input that is read from a copy is free until the result that tak
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -100,12 +101,12 @@ class MemoryProgram:
                 ends = [Lifetime(start=-1, stop=given.stop), Lifetime(start=mine.start, stop=len(self.ops) + 1)]
                 free.append((self.nbytes[old], ends))
         free.sort(key=lambda place: place[0])
+        sizes = [nbytes for nbytes, _ in free]
         found: set[Key] = set()
         made = ((key, life) for key, life in self.lives.whole.items() if life.allocated and life.stop > life.start)
         for key, life in sorted(made, key=lambda each: -self.nbytes[each[0]]) if free else ():
-            for nbytes, lives in free:
-                apart = all(life.stop <= other.start or other.stop <= life.start for other in lives)
-                if nbytes >= self.nbytes[key] and apart:
+            for _, lives in free[bisect_left(sizes, self.nbytes[key]) :]:
+                if all(life.stop <= other.start or other.stop <= life.start for other in lives):
                     lives.append(life)
                     found.add(key)
                     break

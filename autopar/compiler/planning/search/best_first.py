@@ -31,7 +31,7 @@ from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.by_hand.manual import plan_by_hand
 from autopar.compiler.planning.demands.constraints import pins_of_inputs
-from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
+from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.search.candidates import stage_candidates
 from autopar.compiler.planning.search.lanes import lanes_of_machines
 from autopar.compiler.planning.search.learned_memory import LearnedMemory
@@ -60,7 +60,7 @@ _ATTEMPTS = 4
 _LESS_MEMORY_SHARE = 0.97
 """Share of the time, by layers, of stages that need too much memory; those that need less memory rarely undercut it."""
 _MUCH_MEMORY = 0.8
-"""Share of a budget. A plan that needs less gains nothing by more microbatches."""
+"""Share of what a plan may take. One that needs less gains nothing by more microbatches."""
 _USUAL_SHARE = 0.97
 """Share of the time by their layers that stages usually take at least as a whole."""
 _NUM_RUNNERS_UP = 5
@@ -294,8 +294,8 @@ class _Search(SearchState):
         self.add(plan, str(region), sharding.step_time_s)
         if not sharding.recomputed:
             self.programs[place] = min(sharding.step_time_s, self.programs.get(place, math.inf))
-        memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
-        if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
+        limit_bytes = problem.limit_bytes(problem.hardware.groups[region.group].machine)
+        if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * limit_bytes:
             self.open += self.space.with_more_microbatches(region)
         return sharding.step_time_s
 
@@ -522,5 +522,7 @@ class _Search(SearchState):
         def least() -> MemoryTooSmall:
             return min(shortages, key=lambda each: math.inf if math.isnan(each.least_share) else each.least_share)
 
-        groups = self.space.problem.memory_of_groups
-        return MemoryTooSmall(lambda: least().shortage + groups(), least_share=lambda: least().least_share)
+        kept_free, groups = self.space.problem.kept_free, self.space.problem.memory_of_groups
+        return MemoryTooSmall(
+            lambda: least().shortage + kept_free() + groups(), least_share=lambda: least().least_share
+        )

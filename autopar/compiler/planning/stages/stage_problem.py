@@ -18,7 +18,7 @@ from autopar.compiler.frontend.scopes import ModelScope, meshes_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
 from autopar.compiler.intra_op.plan_program import all_bytes
-from autopar.compiler.planning.one_mesh import memory_limit
+from autopar.compiler.planning.one_mesh import memory_budget
 from autopar.compiler.planning.stages.layer_classes import LayerCutter, Layers
 from autopar.compiler.planning.stages.layer_costs import LayerCosts, LayerOptimum
 from autopar.compiler.planning.step_bounds import Work
@@ -28,6 +28,7 @@ from autopar.hardware.machine import Machine
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.methods import Auto, offloaded
+from autopar.plain_text import size_words
 
 _STAGE_AXES = ("data", "model")
 
@@ -187,8 +188,8 @@ class StageProblem:
 
     @property
     def memory_bytes(self) -> float:
-        """The bytes of a device that a plan may use; of the largest, if there are several machines."""
-        return max(memory_limit(self.method.memory, group.machine) for group in self.hardware.groups)
+        """The modelled bytes of a device that a plan may take; of the largest, if there are several machines."""
+        return max(self.limit_bytes(group.machine) for group in self.hardware.groups)
 
     @cached_property
     def is_roomy(self) -> bool:
@@ -197,14 +198,29 @@ class StageProblem:
         return not self.offloads and 3 * all_bytes(self.trace.jaxpr.jaxpr) + workspace <= min(self.expected_bytes)
 
     def memory_of(self, submesh: Submesh) -> float:
-        """Return the bytes of a submesh's device that a plan may use."""
-        return memory_limit(self.method.memory, self.machine_of(submesh))
+        """Return the modelled bytes of a submesh's device that a plan may take."""
+        return self.limit_bytes(self.machine_of(submesh))
+
+    def limit_bytes(self, machine: Machine) -> float:
+        """Return the modelled bytes of a device that a plan may take: of the budget, without what is kept free."""
+        return memory_budget(self.method, machine, checked=self.checked).limit_bytes
+
+    def kept_free(self) -> str:
+        """Return in words what is kept free of a budget, beside what a plan may take; nothing where nothing is."""
+        largest = max((group.machine for group in self.hardware.groups), key=lambda machine: machine.memory_bytes)
+        budget = memory_budget(self.method, largest, checked=self.checked)
+        if not budget.headroom:
+            return ""
+        return (
+            f" Of the budget of {size_words(budget.nbytes)}, {size_words(budget.nbytes - budget.limit_bytes)} are kept "
+            "free for what compiled programs may need beyond the model."
+        )
 
     def memory_of_groups(self) -> str:
         """Return what the devices of every group may use, in words; nothing where they are all of one kind."""
         if not self.hardware.is_mixed:
             return ""
-        limits = (memory_limit(self.method.memory, group.machine) / 2**30 for group in self.hardware.groups)
+        limits = (self.limit_bytes(group.machine) / 2**30 for group in self.hardware.groups)
         groups = zip(self.hardware.groups, limits, strict=True)
         each = ", ".join(f"{n} has {group} with {limit:.3g} GiB each" for n, (group, limit) in enumerate(groups))
         return f" Of the groups {each}; submeshes without a group lie in 0."

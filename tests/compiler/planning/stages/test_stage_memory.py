@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from benchmarks.models import gpt
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.compiler.planned_memory import peak_memory, planned, traced_model
 from tests.slow_links import slow_links
@@ -193,3 +195,17 @@ def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled(targ
         modelled = sizes.argument_size_in_bytes + mesh.sharding.temporary_bytes[name]
         assert compiled <= bytes_with_headroom(modelled)
         assert modelled <= 1.1 * compiled
+
+
+def test_a_budget_in_bytes_leaves_stages_what_compiled_programs_may_need_beyond_the_model():
+    model = gpt(layers=2, width=64, heads=4, vocabulary=128, length=32, batch=16)
+    there = autopar.Cluster.parse("1x p3.16xlarge")
+    traced = autopar.parallelize(model.step, cluster=there).trace(model.abstract_state, model.abstract_batch)
+
+    def peak_bytes(**options: Any) -> float:
+        return traced.plan(autopar.Auto(num_stages=2, num_microbatches=1, **options)).simulate().peak_bytes
+
+    budget = 0.999 * bytes_with_headroom(peak_bytes())  # what it needs is less than that
+    assert bytes_with_headroom(peak_bytes(memory=budget)) <= budget
+    with pytest.raises(MemoryTooSmall, match="are kept free for what compiled programs may need"):
+        peak_bytes(memory=240e3)  # the state takes 165 kB of each, divided among all
