@@ -42,7 +42,6 @@ from autopar.compiler.planning.search.space import Completion, Lanes, OneProgram
 from autopar.compiler.planning.stages.layer_costs import ESTIMATE_GAP
 from autopar.compiler.planning.stages.pipeline_candidate import WHOLE_SHARE, PipelineCandidate
 from autopar.compiler.planning.stages.sharded_plan import ShardedPlan, shard_candidate
-from autopar.compiler.planning.stages.stage_costs import RangeCosts
 from autopar.compiler.planning.stages.stage_layouts import StageLayouts, StagesTooSlow
 from autopar.compiler.planning.stages.stage_problem import StageProblem, TimeIsUp
 from autopar.compiler.planning.state_bound import refuse_too_large_a_state
@@ -292,8 +291,6 @@ class _Search(SearchState):
         self.closed_s = min(self.closed_s, least_s)
         self.tried.add(region.num_microbatches)
         self.add(plan, str(region), sharding.step_time_s)
-        if not sharding.recomputed:
-            self.programs[place] = min(sharding.step_time_s, self.programs.get(place, math.inf))
         limit_bytes = problem.limit_bytes(problem.hardware.groups[region.group].machine)
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * limit_bytes:
             self.open += self.space.with_more_microbatches(region)
@@ -366,7 +363,6 @@ class _Search(SearchState):
                 stage_candidates(replace(problem, share=1.0), known, count, region.num_stages, limit_s, whole_share)
             raise
         lower_s = min([below_s, *((1 - known.gap) * each.bound_s for each in found)])
-        self.learn_programs(problem, count)
         found.sort(key=lambda each: each.step_time_s)
         if first:
             self.open.append(replace(region, searched=(least_share, lower_s), by_others_s=0.0))
@@ -381,16 +377,6 @@ class _Search(SearchState):
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region))
         self.look_for_smaller(region)
-
-    def learn_programs(self, problem: StageProblem, num_microbatches: int) -> None:
-        """Keep how much less one program takes on a mesh than all layers there, where both are known."""
-        for (count, remat, _), (layers, costs) in problem.known.items():
-            if count == num_microbatches and not remat:
-                ranges = RangeCosts(problem, layers, costs)
-                for submesh in sorted(costs.solved):
-                    program_s = self.programs.get((submesh.group, submesh.num_devices, count))
-                    if program_s is not None and (stage := ranges.all_layers(submesh)) is not None:
-                        self.learned.learn_program(stage, count, program_s)
 
     def within_time(self, problem: StageProblem) -> StageProblem:
         """Return the problem with the deadline, once there is a plan to return."""

@@ -4,12 +4,11 @@
 
 The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how much
 depends on the devices and grows with them; so stages on a submesh are taken to gain at each border within them what
-others there did, or one program of all layers, of one microbatch and of several apart. So are those whose layers save
-memory, by themselves: each of their layers saves as much as it can, they as a whole no more than they have to. A stage
-that takes more than its layers does so for want of memory, and tells nothing of others. Layouts of a whole stage may
-also trade time of the update for time of every microbatch; the same stage does so alike for other numbers of
-microbatches and other schedules. A step takes longer than its stages by themselves, by a share that grows with their
-number.
+others there did, of one microbatch and of several apart. So are those whose layers save memory, by themselves: each of
+their layers saves as much as it can, they as a whole no more than they have to. A stage that takes more than its layers
+does so for want of memory, and tells nothing of others. Layouts of a whole stage may also trade time of the update for
+time of every microbatch; the same stage does so alike for other numbers of microbatches and other schedules. A step
+takes longer than its stages by themselves, by a share that grows with their number.
 """
 
 from __future__ import annotations
@@ -143,10 +142,6 @@ class LearnedTimes:
             self.steps.append(1.0)
         if len(candidate.stages) == 1:
             self._learn_on(candidate.stages[0], candidate.layers.num_microbatches, share)
-
-    def learn_program(self, layers: Stage, num_microbatches: int, seconds: float) -> None:
-        """Keep what a step takes in one program on a mesh, beside all of its layers as a stage there."""
-        self._learn_on(layers, num_microbatches, seconds / layers.cost.step_s(num_microbatches))
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take.

@@ -44,10 +44,8 @@ class SearchState:
     best_s: float = math.inf
     learned: LearnedTimes = field(default_factory=LearnedTimes)
     """The times of stages as a whole, learned from those that were completed."""
-    programs: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
-    """The seconds of one program on one mesh of a group, by that, its devices and the number of microbatches."""
     tight: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
-    """The meshes, by the same, for which layouts that save memory were searched."""
+    """The meshes for which layouts that save memory were searched, by group, devices and number of microbatches."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
     numbers: LearnedNumbers = field(default_factory=LearnedNumbers)

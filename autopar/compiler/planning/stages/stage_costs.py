@@ -18,7 +18,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.inter_op.stage_costs import RangeTable, Stage, StageCost, cost_of_column
+from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.demands.kinds import allowed_splits
@@ -490,17 +490,6 @@ class RangeCosts:
         ]
         _, like, costs = min(found, key=lambda each: each[:2], default=(0.0, 0, None))
         return None if costs is None else (like, costs)
-
-    def all_layers(self, submesh: Submesh) -> Stage | None:
-        """Return all layers as one stage on a submesh, the fastest of those whose costs are known; None if none are."""
-        mesh_costs, count, stop = self._mesh_costs(submesh), self.layers.num_microbatches, len(self.layers.class_of)
-        known = [
-            self.cost(0, stop, submesh, choice)
-            for choice in self._every_free_choice(submesh)
-            if _is_known(self.layers, self.costs, mesh_costs, choice)
-        ]
-        best = min(known, key=lambda cost: cost.step_s(count), default=None)
-        return None if best is None else Stage(start=0, stop=stop, submesh=submesh, cost=best)
 
     def has_one_choice(self, submesh: Submesh) -> bool:
         """Return whether layers are known to need no less on a submesh than on one device, where nothing is solved for.

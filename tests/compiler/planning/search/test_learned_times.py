@@ -14,7 +14,7 @@ from autopar.compiler.planning.search.learned_times import LearnedTimes, StageSe
 from autopar.compiler.planning.search.space import Completion, Space, Stages
 from autopar.compiler.planning.stages.pipeline_candidate import PipelineCandidate
 from autopar.compiler.planning.stages.sharded_plan import shard_candidate
-from autopar.compiler.planning.stages.stage_costs import KnownLayers, RangeCosts
+from autopar.compiler.planning.stages.stage_costs import KnownLayers
 from autopar.compiler.planning.stages.stage_layouts import StagesTooSlow
 from autopar.compiler.planning.stages.stage_problem import StageProblem
 from autopar.compiler.planning.stages.virtual_stages import VirtualStage
@@ -214,20 +214,6 @@ def test_stages_gain_at_the_borders_within_them(candidates):
     learned.learn_stages(of_two, dict(enumerate(stage.cost.in_time(0.96) for stage in of_two.stages)), gap=0.0)
     shares = [learned.share_on(of_two.stages[0].submesh, number) for number in (1, 2, 3, 4, 1000)]
     assert shares == pytest.approx([0.96, 0.96, 1 - 0.08 * 2 / 3, 0.94, 0.92], abs=1e-3)
-
-
-def test_one_program_on_a_mesh_tells_what_stages_there_may_gain(problem):
-    known = KnownLayers.of(problem)
-    layers, costs = known(1, remat=False, splits=False)
-    ranges, four = RangeCosts(problem, layers, costs), cluster_shape(4, 8)
-    assert ranges.all_layers(four) is None  # nothing is known there yet
-    ranges.solve([four])
-    by_layers_s = ranges(0, len(layers.class_of), four)[0].step_s(1)
-    whole, learned = ranges.all_layers(four), LearnedTimes()
-    assert whole is not None and whole.cost.step_s(1) == pytest.approx(by_layers_s)
-    learned.learn_program(whole, 1, 0.92 * by_layers_s)
-    assert learned.share_on(four, len(layers.class_of), several=False) == pytest.approx(0.92)
-    assert learned.gains(several=False) and not learned.gains(several=True)
 
 
 def test_one_device_without_layouts_tells_nothing_of_several():
