@@ -94,22 +94,18 @@ class MemoryProgram:
 
         The largest come first, each to the smallest place where it fits.
         """
-        free: list[tuple[float, list[Lifetime]]] = []
+        free: list[_Place] = []
         for output, old in replaced(self.inputs, self.outputs, self.border):
             mine, given = self.lives.whole.get(self.lives.roots.get(output, output)), self.lives.whole.get(old)
             if old in self.vacated and mine is not None and given is not None and mine.start > given.stop:
-                ends = [Lifetime(start=-1, stop=given.stop), Lifetime(start=mine.start, stop=len(self.ops) + 1)]
-                free.append((self.nbytes[old], ends))
-        free.sort(key=lambda place: place[0])
-        sizes = [nbytes for nbytes, _ in free]
+                free.append(_Place(nbytes=self.nbytes[old], start=given.stop, stop=mine.start))
+        free.sort(key=lambda place: place.nbytes)
+        sizes = [place.nbytes for place in free]
         found: set[Key] = set()
         made = ((key, life) for key, life in self.lives.whole.items() if life.allocated and life.stop > life.start)
         for key, life in sorted(made, key=lambda each: -self.nbytes[each[0]]) if free else ():
-            for _, lives in free[bisect_left(sizes, self.nbytes[key]) :]:
-                if all(life.stop <= other.start or other.stop <= life.start for other in lives):
-                    lives.append(life)
-                    found.add(key)
-                    break
+            if any(place.take(life) for place in free[bisect_left(sizes, self.nbytes[key]) :]):
+                found.add(key)
         return frozenset(found)
 
     @cached_property
@@ -150,6 +146,29 @@ class MemoryProgram:
     def workspace(self, time: int) -> float:
         """Return the bytes that an op needs only while it runs."""
         return self.ops[time].workspace if time < len(self.ops) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Place:
+    """The place of an input, free for others from a time to another but while it is taken."""
+
+    nbytes: float
+    start: int
+    stop: int
+    taken: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """The times from which and until which it is, in their order."""
+
+    def take(self, life: Lifetime) -> bool:
+        """Lay an array there if the place is free as long as that lives; return whether it is."""
+        if life.start < self.start or life.stop > self.stop:
+            return False
+        number = bisect_left(self.taken, (life.start, life.stop))
+        if number and self.taken[number - 1][1] > life.start:
+            return False
+        if number < len(self.taken) and self.taken[number][0] < life.stop:
+            return False
+        self.taken.insert(number, (life.start, life.stop))
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
