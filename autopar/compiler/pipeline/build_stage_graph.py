@@ -217,8 +217,14 @@ class _Builder:
         return readers
 
     def _first_maker(self, key: TaskKey, v: jc.Var) -> bool:
-        """Return whether no earlier task of the stage has made an unplaced value: only the first one hands it on."""
-        earlier = [(kind, *key[1:]) for kind in ORDER[: ORDER.index(key[0])]]
+        """Return whether no earlier task of the stage has made a value: only the first one hands it on.
+
+        Every round has unplaced values of its own.
+        """
+        kind, stage, round_number = key
+        earlier = [(other, stage, round_number) for other in ORDER[: ORDER.index(kind)]]
+        if not self._unplaced(v):
+            earlier += [(other, stage, before) for before in range(round_number) for other in ORDER]
         return not any(v in self.task_equations.made(other) for other in earlier)
 
     def _accumulation(self, eqn: jc.JaxprEqn, place: tuple[int, int]) -> Accumulation:

@@ -3,7 +3,9 @@
     forward and backward equations of a stage, their layers  ->  regions
 
 Each layer runs again within a region, which keeps its values until its backward pass and no longer. What layers hand on
-is kept for every microbatch. The last layer does not run again where the forward pass is in the same task.
+is kept for every microbatch. The last layer does not run again where the forward pass is in the same task. Where the
+backward pass waits for all microbatches (statistics of the batch, examples that meet all others, a second gradient) it
+is in a later round than the forward pass; layers of earlier rounds run again there as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from autopar.compiler.pipeline.regions import Recomputed, find_region
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageEquations:
-    """The equations of one stage in a round, by index."""
+    """The backward equations of one stage in a round, and the forward ones until then, by index."""
 
     phases: Phases
     layer_of: Mapping[int, int]
@@ -30,7 +32,7 @@ class StageEquations:
     again: Collection[int]
     """The layers that are computed again."""
     together: bool
-    """True if the forward and the backward pass are one task."""
+    """True if the backward pass is in one task with a forward pass."""
 
     def recomputed(self) -> tuple[list[Recomputed], set[int]]:
         """Return the regions of the layers, and the forward equations that run again outside of any.

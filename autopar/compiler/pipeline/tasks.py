@@ -155,16 +155,18 @@ class _Gatherer:
         return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
 
     def _recomputing(self, key: TaskKey, indices: Sequence[int]) -> list[int]:
-        """Return the equations of a backward task with what it computes again."""
-        mine = [i for i, stage in self.placement.stages.items() if (stage, self.phases.rounds[i]) == key[1:]]
+        """Return the equations of a backward task with what it computes again, also of the rounds before."""
+        _, stage, round_number = key
+        mine = [i for i, own in self.placement.stages.items() if own == stage and self.phases.rounds[i] <= round_number]
         backward = {i for i in indices if Phase.BACKWARD in self.phases.of[i]}
+        forward = {i for i in mine if Phase.FORWARD in self.phases.of[i]} - backward
         regions, again = StageEquations(
             phases=self.phases,
             layer_of=self.layer_of,
-            forward={i for i in mine if Phase.FORWARD in self.phases.of[i]} - backward,
+            forward=forward,
             backward=backward,
-            again=self.layers_again[key[1]],
-            together=key[0] == "F",
+            again=self.layers_again[stage],
+            together=key[0] == "F" and any(self.phases.rounds[i] == round_number for i in forward),
         ).recomputed()
         moved = set[int]().union(*(region.backward for region in regions))
         return sorted((again | set(indices)) - moved) + [self._add(region) for region in regions]

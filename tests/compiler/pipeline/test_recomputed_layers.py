@@ -141,12 +141,66 @@ def test_equations_that_keep_an_order_stay_where_they_are_and_all_layers_run_aga
     assert not regions(eqns) and names(eqns).count("tanh") == 2
 
 
+def contrastive(params, batch):
+    """Every example meets all others at the end, so that the backward pass waits for the last microbatch."""
+
+    def tower(h):
+        for layer in params:
+            h = h + jnp.tanh(h @ layer["w"]) @ layer["v"]
+        return h
+
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(tower(batch[0]) @ tower(batch[1]).T)))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_layers_are_computed_again_in_a_backward_pass_that_waits_for_all_microbatches(num_stages):
+    graph = cut(
+        sgd(contrastive), LAYERS, mlp_batch(), num_devices=num_stages, num_stages=num_stages, remat=True, layers=4
+    )
+    tasks = [task for task in graph.tasks if task.kind in "FB"]
+    last = [task for task in tasks if task.round == 1]
+    assert {task.stage for task in last} == set(range(num_stages))
+    assert all(any("tanh" in each for each in regions(task.jaxpr.jaxpr.eqns)) for task in last)
+    read = {name for task in last for name in task.inputs}
+    handed = read.intersection(name for task in tasks if not task.round for name in task.outputs)
+    assert handed and not any(graph.values[name].shape[-1:] == (WIDE,) for name in handed)
+
+
+def generator_step(params, batch):
+    """A critic's step and a generator's, of which the second reads what the forward pass of the first made."""
+    made, critic = params[:2], params[2:]
+
+    def through(layers, h, act=jnp.tanh):
+        for layer in layers:
+            h = h + act(jnp.tanh(h @ layer["w"])) @ layer["v"]
+        return h
+
+    def judged(critic, made):
+        return jnp.mean(through(critic, through(made, batch[0], told)) ** 2)
+
+    critic = jax.tree.map(lambda p, g: p - 0.1 * g, critic, jax.grad(judged)(critic, made))
+    for _ in range(2):
+        made = jax.tree.map(lambda p, g: p - 0.1 * g, made, jax.grad(judged, argnums=1)(critic, made))
+    return made + critic, 0.0
+
+
+def test_what_an_earlier_round_has_handed_on_no_later_one_hands_on_again():
+    step, args = generator_step, (LAYERS, mlp_batch())
+    graph = cut(step, *args, remat=True, layers=4, num_microbatches=1)
+    handed = [name for task in graph.tasks for name in task.outputs]
+    assert len(handed) == len(set(handed))
+    assert_same(
+        jax.tree.unflatten(jax.tree.structure(step(*args)), evaluate(graph, jax.tree.leaves(args))), step(*args)
+    )
+
+
 CASES = {
     "tanh": (residual(tanh), LAYERS, mlp_batch()),
     "a mask of each layer": (residual(own_dropout), LAYERS, mlp_batch()),
     "one mask": (residual(one_dropout), LAYERS, mlp_batch()),
     "two gradients": (gan_step, gan_params(), mlp_batch()),
     "tied weights": (sgd(gpt_loss), gpt_params(4), gpt_batch()),
+    "every example with all others": (sgd(contrastive), LAYERS, mlp_batch()),
 }
 
 
