@@ -103,7 +103,7 @@ def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
     step = traced()
     free = step.plan(autopar.Auto(memory="off", num_microbatches=8)).simulate(CLUSTER)
     budget = share * free.peak_bytes
-    method = autopar.Auto(memory=budget, num_microbatches=8)
+    method = autopar.Auto(memory=bytes_with_headroom(budget), num_microbatches=8)
     if there_is_one:
         assert step.plan(method).simulate(CLUSTER).peak_bytes <= budget
     else:
@@ -116,7 +116,7 @@ def test_stages_that_are_taken_to_hold_as_much_as_another_are_simulated_to_fit(s
     step = traced(recomputed=False)
     method = autopar.Auto(num_microbatches=8, schedule="interleaved", num_stages=2, memory="off")
     budget = share * step.plan(method).simulate(CLUSTER).peak_bytes
-    found = step.plan(dataclasses.replace(method, memory=budget))
+    found = step.plan(dataclasses.replace(method, memory=bytes_with_headroom(budget)))
     assert found.simulate(CLUSTER).peak_bytes <= budget
 
 
