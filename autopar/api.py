@@ -230,6 +230,13 @@ class Step:
         """Trace the step on these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._trace(self._arguments.split(args, kwargs))
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result's structure with a `jax.ShapeDtypeStruct` for every array, as `jax.jit`'s function does.
+
+        Nothing is planned nor run, and objects that the step changes in place stay as they are.
+        """
+        return self._arguments.result_types(self._arguments.split(args, kwargs))
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace, plan and lower the step on these arguments, where `jax.jit`'s was lowered."""
         return self.trace(*args, **kwargs).plan().lower()

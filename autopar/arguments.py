@@ -302,10 +302,8 @@ class Arguments:
 
     def result(self, call: Call, returned: Any) -> Any:
         """Return the result of the step, and change the objects of the call in place, as the step did."""
-        if not isinstance(returned, Returned):
-            return returned
-        result = jax.tree.map(lambda x: x.value if _is_static(x) else x, returned.result, is_leaf=_is_static)
-        if returned.rest is None:
+        result = self._result_alone(returned)
+        if not isinstance(returned, Returned) or returned.rest is None:
             return result
         structure, tree, sources = returned.rest
         given = {"kept": call.leaves, "replaced": returned.replaced, "further": returned.further}
@@ -313,6 +311,17 @@ class Arguments:
         arrays = jax.tree.unflatten(tree, found)
         objects = nnx_objects.update(ObjectGraph(arrays, structure), call.references)
         return nnx_objects.put_objects(result, objects)
+
+    def result_types(self, call: Call) -> Any:
+        """Return the result of the step with a `jax.ShapeDtypeStruct` for every array; nothing is computed."""
+        leaves = [abstract(leaf, name) for (name, _), leaf in zip(self.describe_leaves(call), call.leaves, strict=True)]
+        return self._result_alone(jax.eval_shape(self.call_flat(call), *leaves))
+
+    def _result_alone(self, returned: Any) -> Any:
+        """Return what the step returns itself, its static leaves among it."""
+        if not isinstance(returned, Returned):
+            return returned
+        return jax.tree.map(lambda x: x.value if _is_static(x) else x, returned.result, is_leaf=_is_static)
 
     def describe_leaves(self, call: Call) -> list[tuple[str, int | None]]:
         """Return of every leaf its name in messages and plans, and its argument's position (None: by keyword only)."""

@@ -608,3 +608,26 @@ def test_state_of_less_than_a_byte_per_element_is_taken_as_it_was_returned(metho
     for found, expected in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_of_results_are_those_of_jit_and_nothing_is_compiled():
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
+    assert step.eval_shape(W, x=X) == jax.jit(train_step).eval_shape(W, X)
+    assert step.eval_shape(jax.ShapeDtypeStruct(W.shape, W.dtype), X) == step.eval_shape(W, X)
+    assert step.all_compiled() == []
+    with pytest.raises(InvalidArgument, match="w is an array of <U1, a type that JAX does not have"):
+        step.eval_shape(np.array(["w"]), X)
+
+
+def test_shapes_of_results_leave_objects_and_what_is_static_as_they_are():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    before = model.kernel[...]
+
+    @autopar.parallelize
+    def step(model, x):
+        model.kernel[...] = 2 * model.kernel[...]
+        return {"mean": model(x).mean(), "name": "linear"}
+
+    shapes = step.eval_shape(model, jnp.ones((8, 3)))
+    assert shapes == {"mean": jax.ShapeDtypeStruct((), jnp.float32), "name": "linear"}
+    assert model.kernel[...] is before
