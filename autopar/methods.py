@@ -523,9 +523,11 @@ class _RestrictedSearch:
 class Zero(_RestrictedSearch):
     """Data parallel with divided state (Rajbhandari et al. 2020).
 
-    The batch is split over all devices; so is the optimizer's state, and with `stage=3` the parameters. Activations
-    are split along the batch only. Gradients are reduce-scattered to where the state is at every stage (what ZeRO
-    calls stage 2): the same bytes as the all-reduce of stage 1, and less memory.
+    The batch is split over all devices, and what is computed of it along the batch only. So is the optimizer's state,
+    and with `stage=3` the parameters: each along the dimensions that suit best, over as many devices as divide them.
+    Parameters are converted to the type that the model computes in, then gathered, for the forward pass and anew for
+    the backward pass. Gradients are reduce-scattered to where the state is at every stage (what ZeRO calls stage 2):
+    the same bytes as the all-reduce of stage 1, and less memory.
 
     Raises `InvalidArgument` for another stage than 1, 2 or 3.
     """

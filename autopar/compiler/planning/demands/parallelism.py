@@ -8,19 +8,20 @@ they are those that meet the batch of its inputs. In the model (forward and back
     a model axis    it splits dimensions that do not carry the batch, and no others
 
     method            data axes    model axes    beside that
-    Zero              all          none          parameters are whole when used; what stays divided, its stage says
+    Zero              all          none          state is divided, parameters if the stage is 3, and whole where used
     TensorParallel    none         all
     ExpertParallel    any          any           batches are split over all axes, products along experts or rows
     Megatron          "data"       "model"       examples are split, products with weights so that the weight is, if any
                                                  dimension divides; ZeRO stages divide optimizer state (1), sums of
                                                  gradients (2), parameters (3) over "data"
 
-What only the update touches (moments, clipped gradients) is free but for its inputs.
+What only the update touches (moments, clipped gradients) is free but for its inputs. So is, for `Zero`, what has no
+examples: parameters are converted to another type before they are gathered, and gradients summed into parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from autopar.compiler.jaxprs.equation_keys import first_difference, same_equatio
 from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, replicated, used_axes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import Unsupported
@@ -56,7 +57,7 @@ def parallelism_constraints(
     """
     batch_dims = _batch_dims(trace, closed, method)
     experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
-    used = _used_by_the_model(closed)
+    used, state = _used_by_the_model(closed), set(trace.state_outputs.values())
     inputs: dict[int, tuple[Layout, ...]] = {}
     for i, leaf in enumerate(trace.inputs):
         if not below_split_size(leaf.aval):
@@ -65,21 +66,48 @@ def parallelism_constraints(
             inputs[i] = tuple(
                 layout for layout in layouts if _input_allowed(layout, method, mesh, axis, i in used, i in experts)
             )
+            if isinstance(method, Zero) and i in state and axis is None:
+                inputs[i] = _most_divided(tuple(leaf.aval.shape), inputs[i], mesh)
             if not inputs[i] and axis is not None:  # rows that the devices do not divide, or not among all of them
                 inputs[i] = tuple(each for each in layouts if not any((*each.dims[:axis], *each.dims[axis + 1 :])))
 
-    every_axis = frozenset(range(len(mesh.shape)))
+    every_axis = frozenset(axis for axis, size in enumerate(mesh.shape) if size > 1)
     data = every_axis if isinstance(method, Zero) else frozenset[int]()
     model = every_axis if isinstance(method, TensorParallel) else frozenset[int]()
 
     def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         dims = batch_dims.get(id(eqn))
-        return every if dims is None else _allowed(every, lambda s: _separates_axes(s, dims, data, model))
+        if dims is None or (isinstance(method, Zero) and _is_of_state(eqn, dims)):
+            return every
+        kept = _allowed(every, lambda s: _separates_axes(s, dims, data, model))
+        return _preferred(kept, lambda s: _splits_examples(s, dims, data))
 
     def constraint_key(eqn: jc.JaxprEqn) -> Hashable:
         return batch_dims.get(id(eqn))
 
-    return Constraints(inputs=inputs, restrict=_with_experts(restrict, method), constraint_key=constraint_key)
+    gathers_anew = isinstance(method, Zero) and method.stage == 3
+    return Constraints(
+        inputs=inputs,
+        restrict=_with_experts(restrict, method),
+        constraint_key=constraint_key,
+        keep_split=data if gathers_anew else frozenset[int](),
+    )
+
+
+def _most_divided(shape: tuple[int, ...], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[Layout, ...]:
+    """Return those layouts of an array that have the most parts."""
+    parts = [num_shards(shape, layout, mesh) for layout in layouts]
+    return tuple(layout for layout, each in zip(layouts, parts, strict=True) if each == max(parts))
+
+
+def _is_of_state(eqn: jc.JaxprEqn, dims: BatchDims) -> bool:
+    """Return true for an equation without examples: of a parameter that is not whole yet, or of sums of gradients."""
+    return not any(dims) or _adds_rows(eqn, dims)
+
+
+def _adds_rows(eqn: jc.JaxprEqn, dims: BatchDims) -> bool:
+    """Return true for what adds rows of examples to the gradient of an embedding."""
+    return eqn.primitive.name == "scatter-add" and not dims[0] and bool(dims[2])
 
 
 def _input_allowed(
@@ -267,14 +295,14 @@ def stage_constraints(
             return (
                 every if zero else _allowed(every, lambda s: all(data not in used_axes(each) for each in _layouts(s)))
             )
-        # Without examples it is a sum of gradients or a parameter that is no longer, or not yet, whole.
-        adds_rows = eqn.primitive.name == "scatter-add" and not dims[0] and bool(dims[2])
-        divided = (not any(dims) or adds_rows) and zero >= 2
+        divided = _is_of_state(eqn, dims) and zero >= 2
         own_data_axes = frozenset[int]() if divided else data_axes
         kept = _allowed(every, lambda s: _separates_axes(s, dims, own_data_axes, model_axes))
-        if adds_rows:  # to the gradient of an embedding, of which every replica may get all rows instead of the sum
+        if _adds_rows(
+            eqn, dims
+        ):  # to the gradient of an embedding, of which every replica may get all rows instead of the sum
             return kept
-        kept = _preferred(kept, lambda s: _splits_examples(s, dims, data))
+        kept = _preferred(kept, lambda s: _splits_examples(s, dims, data_axes))
         weights = [number for number, each in enumerate(dims) if not each]
         if eqn.primitive.name not in PRODUCTS or len(weights) in (0, len(dims)):
             return kept
@@ -288,9 +316,10 @@ def stage_constraints(
     )
 
 
-def _splits_examples(strategy: Strategy, dims: BatchDims, data: int | None) -> bool:
+def _splits_examples(strategy: Strategy, dims: BatchDims, data: Set[int]) -> bool:
     """True if every replica works on examples of its own."""
-    return all(data in _axes_of(layout, batch) for layout, batch in zip(_layouts(strategy), dims, strict=True) if batch)
+    layouts = zip(_layouts(strategy), dims, strict=True)
+    return all(data <= frozenset(_axes_of(layout, batch)) for layout, batch in layouts if batch)
 
 
 def _preferred(every: tuple[Strategy, ...], wanted: Callable[[Strategy], bool]) -> tuple[Strategy, ...]:
