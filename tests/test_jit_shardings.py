@@ -72,7 +72,7 @@ def test_logical_axis_rules_give_flax_the_planned_layouts():
 LAYERS = [ArrayLayer(**layer) for layer in WIDE]
 
 
-@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Zero(stage=3)])
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.ShardParallel(mesh_shape=(4, 2))])
 def test_a_node_that_takes_only_arrays_is_one_sharding(method):
     found = planned(method, LAYERS).shardings()
     jitted = jax.jit(found.constrain(mlp_step), in_shardings=found.inputs, out_shardings=found.outputs)

@@ -5,7 +5,7 @@ Remat regions and whatever has side effects stay as they are: a remat region rep
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -34,24 +34,6 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
         return made[-1]
 
     return rewrite(closed, once)
-
-
-def twins_of_merged(closed: Any, twin: Any) -> Iterator[jc.JaxprEqn]:
-    """Yield the equation of `twin` for each that merging leaves of `closed`, at every depth.
-
-    The two have the same equations at two batch sizes. What is equal at one need not be at the other, as zeros of shape
-    [rows, 8] and [8, 8] are for 8 rows alone, so that a twin cannot itself be merged like the program.
-    """
-    jaxpr, _ = jc.open_jaxpr(closed)
-    other, _ = jc.open_jaxpr(twin)
-    first = _first_equals(jaxpr)
-    for number, (eqn, its_twin) in enumerate(zip(jaxpr.eqns, other.eqns, strict=True)):
-        if first[number] < number:
-            continue
-        yield its_twin
-        for body, twin_body in zip(jc.subjaxprs(eqn), jc.subjaxprs(its_twin), strict=True):
-            merged = eqn.primitive.name in CONTROL_FLOW
-            yield from twins_of_merged(body, twin_body) if merged else jc.all_equations(twin_body)
 
 
 def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:

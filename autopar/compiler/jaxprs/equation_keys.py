@@ -111,14 +111,6 @@ def same_equations(closed: Any, twin: Any) -> bool:
     return one == other
 
 
-def first_difference(closed: Any, twin: Any) -> str:
-    """Return `": one has ..., the other ..."` of the first equations that `same_equations` tells apart, else `""`."""
-    for eqn, other in zip(jc.all_equations(closed), jc.all_equations(twin)):
-        if eqn.primitive is not other.primitive or _ranks(eqn) != _ranks(other):
-            return f": one has {jc.describe(eqn)}, the other {jc.describe(other)}"
-    return ""
-
-
 def _ranks(eqn: jc.JaxprEqn) -> list[int]:
     return [len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
 

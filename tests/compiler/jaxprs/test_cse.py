@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.cse import merge_common_subexpressions, twins_of_merged
+from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.normalize import normalize
 from tests.compiler.equations import real
 
@@ -67,27 +67,6 @@ def test_constants_of_the_program_stay():
 def test_a_program_without_repetition_is_returned_as_it_is():
     closed = normalize(jax.make_jaxpr(lambda x: jnp.sin(x) + 1)(1.0))
     assert merge_common_subexpressions(closed) is closed
-
-
-def square_for_8_rows(x, w):
-    """In a loop and outside of one, what is equal for 8 rows alone, and in a region what is equal for all."""
-
-    def body(h, _):
-        return h + (jnp.ones(x.shape) @ (jnp.ones(w.shape) @ w)), None
-
-    h = lax.scan(body, jnp.zeros(x.shape) + x, None, length=2)[0]
-    region = jax.checkpoint(lambda h: jnp.sin(h) * jnp.sin(h))
-    return region(h) @ (jnp.zeros(w.shape) + w) + jnp.cos(h) * jnp.cos(h)
-
-
-def test_what_is_equal_at_one_batch_size_alone_is_merged_there_and_keeps_its_twin():
-    full, half = (normalize(jax.make_jaxpr(square_for_8_rows)(real(rows, 8), real(8, 8))) for rows in (8, 4))
-    merged, twins = merge_common_subexpressions(full), list(twins_of_merged(full, half))
-    assert [eqn.primitive for eqn in jc.all_equations(merged)] == [eqn.primitive for eqn in twins]
-    assert len(twins) == len(list(jc.all_equations(full))) - 3, "a zero, a one and a cosine"
-    assert [eqn.outvars[0].aval.shape for eqn in twins if eqn.primitive.name == "broadcast_in_dim"] == [(4, 8)] * 2
-    products = [[v.aval.shape for v in eqn.invars] for eqn in twins if eqn.primitive.name == "dot_general"]
-    assert products == [[(8, 8), (8, 8)], [(4, 8), (8, 8)], [(4, 8), (8, 8)]]
 
 
 def test_values_that_are_kept_for_merging_are_no_leak_of_the_users() -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.planning.one_mesh import search_on
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.errors import InvalidArgument, NotSplittable, Unsupported
+from autopar.errors import InvalidArgument, NotSplittable
 from autopar.reports.plan_difference import plan_difference
 from tests.small_steps import assert_same
 from tests.zoo import ZOO
@@ -330,20 +330,12 @@ def test_rows_that_the_devices_do_not_divide_are_whole_with_a_note(method, rows)
     assert_same(got, jax.jit(step_of_means)(*args))
 
 
-@pytest.mark.parametrize(("rows", "count"), [(6, 2), (9, 3)])
-def test_microbatches_are_compared_with_whatever_others_the_batch_has(rows, count):
+@pytest.mark.parametrize(("rows", "count", "devices"), [(6, 2, 3), (9, 3, 3), (3, 3, 1)])
+def test_microbatches_of_few_rows_are_divided(rows, count, devices):
     args = jnp.eye(12), jnp.linspace(-1.0, 1.0, rows * 12).reshape(rows, 12)
-    method = autopar.Zero(stage=3, mesh_shape=(3,), num_microbatches=count)
-    got = autopar.parallelize(step_of_means, method=method, batch_argnums=1, devices=jax.devices()[:3])(*args)
+    method = autopar.Zero(stage=3, mesh_shape=(devices,), num_microbatches=count)
+    got = autopar.parallelize(step_of_means, method=method, batch_argnums=1, devices=jax.devices()[:devices])(*args)
     np.testing.assert_allclose(got, step_of_means(*args), rtol=1e-5, atol=1e-6)
-
-
-def test_microbatches_that_cannot_be_others_are_refused():
-    wrapped = autopar.parallelize(
-        step_of_means, method=autopar.Zero(num_microbatches=3), batch_argnums=1, devices=jax.devices()[:1]
-    )
-    with pytest.raises(Unsupported, match="3 examples can be cut into no others than 3"):
-        wrapped.trace(jnp.eye(12), jnp.ones((3, 12))).plan()
 
 
 def test_devices_without_figures_are_planned_for_by_generic_ones():

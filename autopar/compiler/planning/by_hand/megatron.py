@@ -26,14 +26,14 @@ from autopar.compiler.pipeline.host_state import check_waiting, with_offload
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, numbered_layers
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, prepare_at_other_batch
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.demands.constraints import constraints_within
-from autopar.compiler.planning.demands.parallelism import (
+from autopar.compiler.planning.by_hand.megatron_layouts import (
     StageValues,
     stage_constraints,
     stage_values,
     value_layouts,
     without_other_batch,
 )
+from autopar.compiler.planning.demands.constraints import constraints_within
 from autopar.compiler.planning.stages.layer_classes import (
     count_step_layers,
     layer_class,
@@ -113,7 +113,7 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )
     if data * tensor > 1 and trace.at_other_batch is None:
-        raise without_other_batch(trace, "Megatron")
+        raise without_other_batch(trace)
     rows = trace.num_rows if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
         raise InvalidArgument(

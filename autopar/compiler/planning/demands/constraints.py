@@ -26,7 +26,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
 from autopar.compiler.planning.demands.kinds import AllowedSplits, kept_layouts, within_kinds
-from autopar.compiler.planning.demands.parallelism import parallelism_constraints
+from autopar.compiler.planning.demands.restricted_search import restricted_constraints
 from autopar.compiler.planning.demands.scope_demands import layouts_in_parts, parameters_in_parts, within_scopes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, fits, from_spec, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
@@ -64,7 +64,7 @@ def constraints_of(
             usual, results = _usual_inputs(trace, mesh), {} if method.specs else _usual_results(trace, mesh)
             pinned = _specified_inputs(trace, method.specs, mesh)
         case _:
-            form = parallelism_constraints(trace, closed, method, mesh)
+            form = restricted_constraints(trace, closed, method, mesh)
             if method.ignore_user_shardings:
                 return form
             given, asked = _jit_layouts(trace, closed, mesh)
