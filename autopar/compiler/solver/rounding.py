@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 
 from autopar.compiler.solver.level_sweeps import LevelSweeps
 from autopar.compiler.solver.problem import MRF, Assignment, FloatArray
@@ -50,8 +51,11 @@ def surest_first(problem: MRF, swept: LevelSweeps, *, by_all: bool = False) -> A
 
 def _sureness(score: FloatArray, by_all: bool) -> float:
     """Return how much more the second best option costs than the best, or the mean of that and of all on average."""
-    possible = sorted(cost for cost in score.tolist() if cost < math.inf)
-    if len(possible) < 2:
+    costs = sorted(score.tolist())
+    if len(costs) < 2 or costs[1] == math.inf:
         return math.inf
-    margin = possible[1] - possible[0]
-    return math.sqrt(margin * (sum(possible) / len(possible) - possible[0])) if by_all else margin
+    margin = costs[1] - costs[0]
+    if not by_all:
+        return margin
+    possible = costs[: bisect_left(costs, math.inf)]
+    return math.sqrt(margin * (sum(possible) / len(possible) - costs[0]))
