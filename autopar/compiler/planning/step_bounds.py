@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.compute import equation_work
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
@@ -332,57 +333,69 @@ def _spreads(eqn: jc.JaxprEqn) -> bool:
     return sum(made) > 2 * sum(read)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _OneDevice:
+    """The costs of one device of a machine, and the work of equations that it found: layers repeat, and programs."""
+
+    costs: MeshCosts
+    at_once: Machine
+    """The machine whose kernels take nothing to begin."""
+    known: dict[Hashable, Work] = field(default_factory=dict[Hashable, Work])
+
+    @classmethod
+    def of(cls, machine: Machine, as_it_is: bool) -> _OneDevice:
+        # Smaller microbatches need less of the memory on a chip.
+        priced = replace(machine, chip_bytes=_ENDLESS) if machine.chip_bytes and not as_it_is else machine
+        return cls(costs=MeshCosts(machine=priced, mesh=_ONE_DEVICE), at_once=replace(priced, kernel_s=0.0))
+
+
+_one_device = lru_cache(maxsize=64)(_OneDevice.of)
+
+
 def _work_of_equations(
-    jaxpr: jc.Jaxpr,
-    machine: Machine,
-    within: jc.JaxprEqn | None = None,
-    known: dict[Hashable, Work] | None = None,
-    *,
-    as_it_is: bool = False,
+    jaxpr: jc.Jaxpr, machine: Machine, within: jc.JaxprEqn | None = None, *, as_it_is: bool = False
 ) -> list[Work]:
-    """Return the work of each equation; that of equal ones, in bodies as well, is `known` once it is found.
+    """Return the work of each equation, that of equal ones once it is found.
 
     It is the least whichever other equations a program has, or that in this one, `as_it_is`.
     """
-    known = {} if known is None else known
-    # Smaller microbatches need less of the memory on a chip.
-    priced = replace(machine, chip_bytes=_ENDLESS) if machine.chip_bytes and not as_it_is else machine
-    at_once = replace(priced, kernel_s=0.0, matmul_half_flops=0.0)
-    costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (priced, at_once)]
-    found: list[Work] = []
+    device, found = _one_device(machine, as_it_is), list[Work]()
     rules = FusionRules.of(machine)
     if not as_it_is:  # what crosses the border of a stage is laid out anew
         rules = rules._replace(transposes_operands=False)
     moved = fused_traffic(jaxpr, within, rules=rules)
     for eqn, kind, traffic in zip(jaxpr.eqns, equation_classes(jaxpr), moved, strict=True):
         if eqn.primitive.name in NESTED:
-            found.append(_work_of_bodies(eqn, machine, known, as_it_is))
+            found.append(_work_of_bodies(eqn, machine, as_it_is))
             continue
-        if within is None and not as_it_is:  # what is computed again in several kernels here, stages may find in memory
+        # What is computed again in several kernels here, stages may find in memory.
+        if within is None and not as_it_is and max(traffic.reads, default=0) > 1:
             traffic = traffic._replace(reads=tuple(min(count, 1) for count in traffic.reads))
         key = (kind, traffic, jc.moves_memory(eqn))
-        if key not in known:
-            known[key] = _work(eqn, traffic, costs)
-        found.append(known[key])
+        work = device.known.get(key)
+        if work is None:
+            work = device.known[key] = _work(eqn, traffic, device)
+        found.append(work)
     return found
 
 
-def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, known: dict[Hashable, Work], as_it_is: bool) -> Work:
+def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, as_it_is: bool) -> Work:
     bodies = [
-        _work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, known, as_it_is=as_it_is) for body in jc.subjaxprs(eqn)
+        _work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, as_it_is=as_it_is) for body in jc.subjaxprs(eqn)
     ]
     total, times = total_work([total_work(each) for each in bodies]), taken(eqn) * trips(eqn)
     return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
 
 
-def _work(eqn: jc.JaxprEqn, traffic: Traffic, costs: Sequence[MeshCosts]) -> Work:
-    """Return the work of an equation without bodies, by a machine's costs and by those without what takes to begin."""
+def _work(eqn: jc.JaxprEqn, traffic: Traffic, device: _OneDevice) -> Work:
+    """Return the work of an equation without bodies: what takes to begin is fixed."""
     alone = Strategy(
         operands=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.invars),
         results=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.outvars),
     )
-    whole_s, divisible_s = (equation_s(eqn, alone, each, traffic) for each in costs)
-    return Work(fixed_s=whole_s - divisible_s, divisible_s=divisible_s)
+    work = equation_work(eqn, alone, device.costs, traffic)
+    divisible_s = float(work._replace(half_s=0.0).seconds(device.at_once))
+    return Work(fixed_s=float(work.seconds(device.costs.machine)) - divisible_s, divisible_s=divisible_s)
 
 
 _ENDLESS = 1e30
