@@ -408,7 +408,7 @@ class Machine:
         product_s = (flops + self.matmul_half_flops) / self.matmul_flops(dtype)
         return self.kernel_s + max(product_s, nbytes / self.memory_bandwidth)
 
-    @property
+    @functools.cached_property
     def vector_flops(self) -> float:
         """FLOP/s of what is no matrix product.
 

@@ -64,6 +64,8 @@ _MOVES = (
         "device_put widen_gradient"
     )
 )
+_OF_EACH_INPUT = REDUCTIONS | ARGUMENT_REDUCTIONS | CUMULATIVE
+_REDUCERS = WINDOWS | {"reduce"}
 # Leading terms for matrices of m rows and n columns, m ≥ n (Golub and Van Loan).
 _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
     "cholesky": lambda m, n: n**3 / 3,
@@ -224,7 +226,7 @@ def _simple_flops(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _MOVES:
         return 0.0
-    if name in REDUCTIONS | ARGUMENT_REDUCTIONS | CUMULATIVE:
+    if name in _OF_EACH_INPUT:
         return _size(eqn.invars[0])
     if name in WINDOWS:
         each = jaxpr_flops(next(subjaxprs(eqn))) if name == "reduce_window" else 1
@@ -299,7 +301,7 @@ def _fft_flops(eqn: JaxprEqn) -> float:
 
 
 def _calls(eqn: JaxprEqn) -> bool:
-    return any(True for _ in subjaxprs(eqn)) and eqn.primitive.name not in WINDOWS | {"reduce"}
+    return eqn.primitive.name not in _REDUCERS and next(subjaxprs(eqn), None) is not None
 
 
 def _called(eqn: JaxprEqn, count: Callable[[Any], float]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,6 +83,19 @@ class LayerClass:
             types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
             types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
         return types
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """The bytes of the state, undivided."""
+        return self._bytes(self.state)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """The bytes of what the backward task reads, undivided."""
+        return self._bytes(self.kept)
+
+    def _bytes(self, names: Iterable[str]) -> int:
+        return sum(aval_bytes(self.types[name]) for name in names if name in self.types)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -209,18 +209,13 @@ class LayerCosts:
         seconds = {
             phase: (anew if begins else whole).on(num_devices) for phase, (whole, anew) in self.works[key].items()
         }
-        types = layer.types
-
-        def least_bytes(names: Iterable[str]) -> float:
-            return sum(aval_bytes(types[name]) for name in names if name in types) / num_devices
-
         return StageCost(
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
             update_s=seconds["update"],
             weight_s=seconds["weight"],
-            state_bytes=least_bytes(layer.state),
-            activation_bytes=least_bytes(layer.kept),
+            state_bytes=layer.state_bytes / num_devices,
+            activation_bytes=layer.kept_bytes / num_devices,
         )
 
     def on_one_device(self, number: int, machine: Machine) -> StageCost:
