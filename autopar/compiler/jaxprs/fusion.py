@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -62,6 +62,7 @@ from autopar.compiler.jaxprs.strides import (
 )
 
 _SUMS = ("add", "add_any")
+_PRICED_APART = DRAWS | PRODUCTS
 LONGEST_ROW = 16_384
 """Elements that a kernel holds, as XLA of jaxlib 0.11.2 compiles a softmax for H100s; of 32,768 it does not."""
 _KEPT_FROM = 1.5
@@ -244,12 +245,13 @@ class _Fusion:
             operands = [v for v in self.operands[number] if v is not None]
             computed = self.kinds[number] == "fused" and number not in self.stored and number not in self.ends
             if computed:
-                read = (sources[self.makers[v]] if v in self.makers else frozenset([v]) for v in operands)
-                sources[number] = frozenset[Any]().union(*read)
+                read = [sources[self.makers[v]] if v in self.makers else frozenset((v,)) for v in operands]
+                sources[number] = _union(read)
                 again, made = len(self.kernels.get(number, ())) - 1, self.made[number]
-                taken = sum(aval_bytes(v.aval) for v in sources[number])
-                if self._num_readers(number) > 1 and again * taken > _KEPT_FROM * (again + 2) * made:
-                    self.shared.add(number)
+                if again > 0 and self._num_readers(number) > 1:
+                    taken = sum([aval_bytes(v.aval) for v in sources[number]])
+                    if again * taken > _KEPT_FROM * (again + 2) * made:
+                        self.shared.add(number)
             if not computed or number in self.shared:
                 sources[number] = frozenset(() if self.kinds[number] == "constant" else eqn.outvars)
         return bool(self.shared)
@@ -344,12 +346,17 @@ class _Fusion:
 
     def _find_level(self, makers: Sequence[int], holds: bool) -> None:
         """Note the level of the next equation, and what is behind it, of what makes its operands."""
-        ends = {i: self.kinds[i] in ("apart", "reduction") for i in makers}
-        level = max((self.levels[i] + end for i, end in ends.items()), default=0)
-        highest = [i for i, end in ends.items() if self.levels[i] + end == level]
-        self.levels.append(level)
-        self.holds.append(holds or any(self.holds[i] for i in highest if not ends[i]))
-        self.behind.append(frozenset[int]().union(*(frozenset([i]) if ends[i] else self.behind[i] for i in highest)))
+        highest, held, behind = 0, holds, list[frozenset[int]]()
+        for i in dict.fromkeys(makers):
+            ends = self.kinds[i] in ("apart", "reduction")
+            if (level := self.levels[i] + ends) > highest:
+                highest, held, behind = level, holds, []
+            if level == highest:
+                held = held or (self.holds[i] and not ends)
+                behind.append(frozenset((i,)) if ends else self.behind[i])
+        self.levels.append(highest)
+        self.holds.append(held)
+        self.behind.append(_union(behind))
 
     def _place(self, number: int) -> None:
         """Find the kernels of an equation, those of its readers being known."""
@@ -368,10 +375,10 @@ class _Fusion:
         else:
             wanting = {reader for reader in readers if self._wants(reader, number)}
             transposing = {r for r in readers if self._is_transposed(eqn.outvars[0], r)} - wanting
-            if len(frozenset[_Kernel]().union(*(self.kernels[reader] for reader in transposing))) > 1:
+            if len(_union([self.kernels[reader] for reader in transposing])) > 1:
                 wanting |= transposing
                 own = (*own, number)
-            inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader not in wanting))
+            inside = _union([self.kernels[reader] for reader in readers if reader not in wanting])
             computed = not wanting and number not in self.shared
             if computed and (len(inside) <= 1 or not self._is_kept(eqn, len(inside)) or self._grows(number)):
                 self.kernels[number] = inside
@@ -464,13 +471,16 @@ class _Fusion:
                         moved += aval_bytes(eqns[number].invars[place].aval)
                 parts[number, kernel] = moved
         work, nbytes = defaultdict[Any, float](float), defaultdict[Any, float](float)
-        results, reducing = Counter[Any](), set[Any]()
-        for (number, kernel), moved in parts.items():
-            group = groups.find((number, kernel))
-            work[group] += self._flops(eqns[number])
+        results, reducing, group_of = defaultdict[Any, int](int), set[Any](), dict[tuple[int, _Kernel], Any]()
+        storing = {part for part in parts if self._stores(*part)}
+        for part, moved in parts.items():
+            eqn = eqns[part[0]]
+            group = group_of[part] = groups.find(part)
+            work[group] += self._flops(eqn)
             nbytes[group] += moved
-            results[group] += self._stores(number, kernel)
-            reducing.update([group] if kind_of(eqns[number]) == "reduction" else [])
+            results[group] += part in storing
+            if kind_of(eqn) == "reduction":
+                reducing.add(group)
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
         kept = [self._kept_of(number) for number in range(len(eqns))]
@@ -479,16 +489,16 @@ class _Fusion:
         wasted = self._count_transposed(reads, more)
         spans = self._spans(seen, parts, groups)
         for number in range(len(eqns)):
-            among = [each for each in self.kernels.get(number, ()) if (number, each) in parts]
-            mine = [groups.find((number, each)) for each in among]
-            stores = [group for group, each in zip(mine, among, strict=True) if self._stores(number, each)]
+            among = [part for each in self.kernels.get(number, ()) if (part := (number, each)) in parts]
+            mine = [group_of[part] for part in among]
+            stores = [group_of[part] for part in among if part in storing] if number in alone else []
             yield Traffic(
                 reads=tuple(reads[number]),
                 writes=tuple(written[number]),
-                kernels=more[number] + (sum(1 / results[group] for group in stores) if number in alone else 0.0),
-                flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
+                kernels=more[number] + sum([1 / results[group] for group in stores], 0.0),
+                flops_per_byte=max([work[group] / nbytes[group] for group in mine if nbytes[group]], default=0.0),
                 kept=kept[number],
-                reduces=any(group in reducing for group in mine),
+                reduces=not reducing.isdisjoint(mine),
                 wasted=wasted[number],
                 spans=spans.get(number, NO_SPANS),
             )
@@ -525,7 +535,7 @@ class _Fusion:
     def _flops(self, eqn: jc.JaxprEqn) -> float:
         """Return the FLOPs of an equation in a kernel; random bits and products are priced by themselves."""
         name = eqn.primitive.name
-        if name in DRAWS | PRODUCTS:
+        if name in _PRICED_APART:
             return 0.0
         return equation_flops(eqn) * (self.rules.erf_flops if name in _ERROR_FUNCTIONS else 1.0)
 
@@ -599,8 +609,10 @@ class _Fusion:
         if not self.rules.transposes_kernels:
             return
         eqns = self.jaxpr.eqns
-        inputs = set(self.jaxpr.invars) - {self._root(v) for eqn in eqns for v in transposed_operands(eqn)}
-        for gradient in (v for eqn in eqns for v in transposed_results(eqn)):
+        gradients = [v for eqn in eqns for v in transposed_results(eqn)]
+        read = [v for eqn in eqns for v in transposed_operands(eqn)] if gradients else []
+        inputs = set(self.jaxpr.invars) - {self._root(v) for v in read}
+        for gradient in gradients:
             updating = self._updating(gradient)
             made: list[Any] = [v for number in updating for v in eqns[number].outvars]
             again = len({v.aval.dtype for v in made if _END in self.readers[v]}) - 1
@@ -670,7 +682,7 @@ class _Fusion:
         if self.kinds[number] == "apart":
             return True
         readers = [r for r in self.readers[v] if self._is_transposed(v, r) and self.kinds[r] != "apart"]
-        return len(frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers))) > 1
+        return len(_union([self.kernels[reader] for reader in readers])) > 1
 
     def _copy_input(self, v: Any, reads: list[list[float]], kernels: list[int]) -> None:
         """Count what a stack of an input of the body takes with the first equation that reads it."""
@@ -678,6 +690,10 @@ class _Fusion:
         if number is not None:
             reads[number][self.operands[number].index(v)] += 3
             kernels[number] += 1
+
+
+def _union(sets: list[frozenset[Any]]) -> frozenset[Any]:
+    return sets[0] if len(sets) == 1 else frozenset[Any]().union(*sets)
 
 
 def _bytes(atoms: Any) -> list[int]:

@@ -67,7 +67,7 @@ def kind_beside_products(eqn: jc.JaxprEqn) -> FusionKind:
 
 def extent(atoms: Any) -> int:
     """The most elements of an array."""
-    return max((math.prod(getattr(atom.aval, "shape", ())) for atom in atoms), default=0)
+    return max([math.prod(getattr(atom.aval, "shape", ())) for atom in atoms], default=0)
 
 
 def is_expensive(eqn: jc.JaxprEqn) -> bool:

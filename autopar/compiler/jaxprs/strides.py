@@ -52,6 +52,7 @@ _TILE = 128
 _LARGE = 8
 """Largest multiple of an operand's size at which it still decides about the layout of a result."""
 _KEEPS_LAYOUT = ELEMENTWISE | JOINS | SLICINGS | {"pad", "rev"}
+_REDUCTIONS = REDUCTIONS | ARGUMENT_REDUCTIONS
 _VIEWS = CONSTRAINTS | COPIES | LABELS
 _CONVOLUTION = "conv_general_dilated"
 
@@ -115,6 +116,8 @@ def transposed_results(eqn: jc.JaxprEqn) -> list[Any]:
     """Return the results that a library writes in another order of dimensions, and those of what is in a region."""
     if writes_transposed(eqn):
         return list(eqn.outvars)
+    if eqn.primitive.name not in REMAT:
+        return []
     inside = {v for body in _regions(eqn) for inner in body.eqns for v in transposed_results(inner)}
     return [v for body in _regions(eqn) for v, made in zip(eqn.outvars, body.outvars, strict=True) if made in inside]
 
@@ -123,12 +126,14 @@ def transposed_operands(eqn: jc.JaxprEqn) -> list[Any]:
     """Return the operands that a library reads in another order of dimensions, and those of what is in a region."""
     if reads_transposed(eqn):
         return [eqn.invars[1]]
+    if eqn.primitive.name not in REMAT:
+        return []
     inside = {v for body in _regions(eqn) for inner in body.eqns for v in transposed_operands(inner)}
     return [v for body in _regions(eqn) for v, read in zip(eqn.invars, body.invars, strict=True) if read in inside]
 
 
 def _regions(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
-    return [jc.open_jaxpr(body)[0] for body in jc.subjaxprs(eqn)] if eqn.primitive.name in REMAT else []
+    return [jc.open_jaxpr(body)[0] for body in jc.subjaxprs(eqn)]
 
 
 def _space_is_first(spec: Sequence[int]) -> bool:
@@ -160,7 +165,7 @@ class Layouts:
         if name in _VIEWS or name == "transpose" or name in RESHAPES:
             self._view(eqn)
             return
-        if name in REDUCTIONS | ARGUMENT_REDUCTIONS:
+        if name in _REDUCTIONS:
             self._reduce(eqn)
             return
         if name in _KEEPS_LAYOUT:

@@ -380,9 +380,7 @@ def _work_of_equations(
 
 
 def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, as_it_is: bool) -> Work:
-    bodies = [
-        _work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, as_it_is=as_it_is) for body in jc.subjaxprs(eqn)
-    ]
+    bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, as_it_is=as_it_is) for body in jc.subjaxprs(eqn)]
     total, times = total_work([total_work(each) for each in bodies]), taken(eqn) * trips(eqn)
     return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
 
