@@ -330,7 +330,8 @@ def check_stages(closed: jc.ClosedJaxpr) -> None:
 
 def all_scopes(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
     """Return every scope of a program, in the order in which they are met."""
-    return tuple(dict.fromkeys(scope for eqn in jc.all_equations(closed) for scope in scopes_of(eqn)))
+    names = dict.fromkeys(name for eqn in jc.all_equations(closed) for name in jc.scope_names(eqn))
+    return tuple(dict.fromkeys(scope for name in names if (scope := _parsed(name)) is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,7 +155,7 @@ class NodeTable:
         """
         shape, in_update = tuple(aval.shape), phase == "update"
         nbytes = math.prod(shape) * aval.dtype.itemsize
-        before, after = self._list(source.layouts), self._list(target.layouts)
+        before, after = self.list_of(source), self.list_of(target)
         key = (before.number, after.number, shape, nbytes, weight, in_update, copied)
         if key not in self.reshardings:
             seconds = self.tables.reshard_s(before, after, shape, nbytes, in_update=in_update)
@@ -167,10 +167,12 @@ class NodeTable:
             source.number, target.number, seconds if summed else seconds + _infinite_sums(source, target, self.mesh)
         )
 
-    def _list(self, layouts: tuple[Layout, ...]) -> LayoutList:
-        if id(layouts) not in self.lists:
-            self.lists[id(layouts)] = layouts, self.tables.layout_list(layouts)
-        return self.lists[id(layouts)][1]
+    def list_of(self, node: LayoutNode) -> LayoutList:
+        """Return the different layouts of a node's options."""
+        found = self.lists.get(id(node.layouts))
+        if found is None:
+            found = self.lists[id(node.layouts)] = node.layouts, self.tables.layout_list(node.layouts)
+        return found[1]
 
     def charge(self, source: int, target: int, matrix: np.ndarray) -> None:
         """Add the costs of pairs of options; those of one node with itself are on the diagonal."""
@@ -408,9 +410,11 @@ class BlockBuilder:
     def _choose(self, eqn: jc.JaxprEqn, number: int, traffic: Sequence[Traffic]) -> EquationNode:
         """Return the node of equivalent equations, each with its own traffic."""
         partial = frozenset(
-            operand
-            for operand, atom in enumerate(eqn.invars)
-            if (source := self.source(atom)) is not None and any(layout.partial for layout in source.layouts)
+            [
+                operand
+                for operand, atom in enumerate(eqn.invars)
+                if (source := self.source(atom)) is not None and self.planner.table.list_of(source).has_sums
+            ]
         )
         found = self.planner.alternatives(eqn, self.kinds[number], partial)
         costs = self.planner.table.mesh_costs
@@ -419,8 +423,8 @@ class BlockBuilder:
         return EquationNode(
             number=node,
             strategies=found.strategies,
-            arguments=tuple(LayoutNode(node, layouts) for layouts in found.operands),
-            results=tuple(LayoutNode(node, layouts) for layouts in found.results),
+            arguments=tuple([LayoutNode(node, layouts) for layouts in found.operands]),
+            results=tuple([LayoutNode(node, layouts) for layouts in found.results]),
         )
 
     def finish(self, results: Sequence[LayoutNode | None]) -> BlockGraph:

@@ -46,15 +46,16 @@ class Alternatives:
         """Return the columns of some strategies."""
         return cls(
             strategies=every,
-            operands=tuple(tuple(s.operands[place] for s in every) for place in range(len(eqn.invars))),
-            results=tuple(tuple(s.results[place] for s in every) for place in range(len(eqn.outvars))),
+            operands=tuple(tuple([s.operands[place] for s in every]) for place in range(len(eqn.invars))),
+            results=tuple(tuple([s.results[place] for s in every]) for place in range(len(eqn.outvars))),
         )
 
     def seconds(self, eqn: jc.JaxprEqn, traffic: Traffic, mesh_costs: MeshCosts) -> FloatArray:
         """Return the seconds of an equation by each strategy."""
-        if traffic not in self.known:
-            self.known[traffic] = seconds_by_strategy(eqn, self.strategies, mesh_costs, traffic)
-        return self.known[traffic]
+        found = self.known.get(traffic)
+        if found is None:
+            found = self.known[traffic] = seconds_by_strategy(eqn, self.strategies, mesh_costs, traffic)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +65,8 @@ class LayoutList:
     number: int
     layouts: tuple[Layout, ...]
     of_option: IndexArray
+    has_sums: bool
+    """True if some of them are sums that are still to be made."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,11 +90,16 @@ class MeshTables:
 
     def layout_list(self, layouts: tuple[Layout, ...]) -> LayoutList:
         """Return the different ones of some layouts."""
-        if layouts not in self.lists:
+        found = self.lists.get(layouts)
+        if found is None:
             number = {layout: place for place, layout in enumerate(dict.fromkeys(layouts))}
-            of_option = np.array([number[layout] for layout in layouts], np.intp)
-            self.lists[layouts] = LayoutList(number=len(self.lists), layouts=tuple(number), of_option=of_option)
-        return self.lists[layouts]
+            found = self.lists[layouts] = LayoutList(
+                number=len(self.lists),
+                layouts=tuple(number),
+                of_option=np.array([number[layout] for layout in layouts], np.intp),
+                has_sums=any(layout.partial for layout in number),
+            )
+        return found
 
     def reshard_s(
         self, source: LayoutList, target: LayoutList, shape: tuple[int, ...], nbytes: float, *, in_update: bool

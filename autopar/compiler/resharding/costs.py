@@ -127,7 +127,7 @@ def reshard_lines(
     mesh = mesh_costs.mesh
     starts, ends = (_numbers(tuple(layouts), shape, mesh) for layouts in (sources, targets))
     every = _edge_lines(_graph(shape, mesh), mesh_costs)
-    lines = np.array([every.from_source(start)[..., ends] for start in starts])
+    lines = np.array([every.from_source(start) for start in starts])[..., ends]
     return ReshardLines(fixed=lines[:, :, 0].swapaxes(0, 1), per_byte=lines[:, :, 1].swapaxes(0, 1))
 
 

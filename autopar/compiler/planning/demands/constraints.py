@@ -303,8 +303,8 @@ def constraint_of(eqn: jc.JaxprEqn) -> Hashable:
     """Return the user's constraint on an equation: a sharding constraint, or types of a mesh with Explicit axes."""
     if eqn.primitive.name in _CONSTRAINTS:
         return str(_wanted_sharding(eqn))
-    typed = tuple(jc.explicit_sharding(v) for v in eqn.outvars)
-    return None if all(sharding is None for sharding in typed) else str(typed)
+    typed = tuple([jc.explicit_sharding(v) for v in eqn.outvars])
+    return str(typed) if any(typed) else None
 
 
 def _wanted_sharding(eqn: jc.JaxprEqn) -> NamedSharding:
