@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -429,23 +430,21 @@ def operands(eqn: JaxprEqn) -> list[Var]:
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """The jaxprs among an equation's parameters: loop bodies, branches, called functions."""
     for value in eqn.params.values():
-        if isinstance(value, (tuple, list)):
-            for item in cast(Sequence[Any], value):
-                if isinstance(item, (Jaxpr, ClosedJaxpr)):
-                    yield item
-        elif isinstance(value, (Jaxpr, ClosedJaxpr)):
-            yield value
+        for item in cast(Sequence[Any], value) if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                yield item
 
 
-def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of every jaxpr inside of it."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        for value in eqn.params.values():
-            if isinstance(value, (tuple, list, Jaxpr, ClosedJaxpr)):  # most equations have none
-                for sub in subjaxprs(eqn):
-                    yield from all_equations(sub)
-                break
+_inside: WeakKeyDictionary[Jaxpr, tuple[JaxprEqn, ...]] = WeakKeyDictionary()
+
+
+def all_equations(jaxpr: Any) -> tuple[JaxprEqn, ...]:
+    """The equations of a jaxpr and of every jaxpr inside of it, found once."""
+    body, _ = open_jaxpr(jaxpr)
+    if body not in _inside:
+        inner = ((eqn, *(each for sub in subjaxprs(eqn) for each in all_equations(sub))) for eqn in body.eqns)
+        _inside[body] = tuple(itertools.chain.from_iterable(inner))
+    return _inside[body]
 
 
 def keeps_order(eqn: JaxprEqn) -> bool:

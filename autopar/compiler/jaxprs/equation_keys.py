@@ -120,7 +120,7 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple([_frozen(each) for each in cast(Sequence[Any], value)])
+        return tuple([each if type(each) is int else _frozen(each) for each in cast(Sequence[Any], value)])
     if isinstance(value, dict):
         return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
     if isinstance(value, np.ndarray):

@@ -159,7 +159,7 @@ def may_have(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
 
 def padded_dims(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> list[int]:
     """The dimensions whose parts have padding."""
-    return [d for d, axes in enumerate(layout.dims) if shape[d] % mesh.size(axes)]
+    return [d for d, axes in enumerate(layout.dims) if axes and shape[d] % mesh.size(axes)]
 
 
 @functools.cache

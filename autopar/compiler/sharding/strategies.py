@@ -107,7 +107,7 @@ def _strategies_of(
     choices = (None, *free, *linear)
     known: dict[tuple[int | None, ...], Strategy | None] = {}  # by the factors that axes split, if all that may be sum
     for owners in itertools.product(*(choices if size > 1 else (None,) for size in mesh.shape)):
-        split = tuple(owner if isinstance(owner, int) else None for owner in owners)
+        split = tuple([owner if isinstance(owner, int) else None for owner in owners])
         if split not in known:
             known[split] = _split_strategy(rule, mesh, split, masked)
         strategy = known[split]
@@ -130,12 +130,15 @@ def _can_split(rule: Rule, factor: int, counts: Sequence[int], masked: bool) -> 
 def masked_dims(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[list[int]]:
     """Return for each operand the dimensions that are reduced and whose parts have padding, which must be masked."""
     # What a gather takes of an array it takes by its index, which is never one of padding.
-    if eqn.primitive.name not in MASKED - {"gather"}:
+    if eqn.primitive.name not in MASKED or eqn.primitive.name == "gather":
         return [[] for _ in eqn.invars]
+    padded = list(map(padded_dims, shapes_of(eqn.invars), strategy.operands, itertools.repeat(mesh)))
+    if not any(padded):
+        return padded
     kept = {axis for layout in strategy.results for axis in used_axes(layout)}
     return [
-        [d for d in padded_dims(shape, layout, mesh) if kept.isdisjoint(layout.dims[d])]
-        for shape, layout in zip(shapes_of(eqn.invars), strategy.operands, strict=True)
+        [d for d in dims if kept.isdisjoint(layout.dims[d])]
+        for dims, layout in zip(padded, strategy.operands, strict=True)
     ]
 
 
@@ -202,7 +205,7 @@ def _with_sums(strategy: Strategy, late: Mapping[int, tuple[int, ...]]) -> Strat
 
 
 def _axes_of(factors: dict[int, Axes], rule: Rule, kind: str) -> Axes:
-    return tuple(axis for f, axes in factors.items() if rule.reductions.get(f) == kind for axis in axes)
+    return tuple([axis for f, axes in factors.items() if rule.reductions.get(f) == kind for axis in axes])
 
 
 def _split_dims(
