@@ -199,4 +199,9 @@ def _blocks_are_inside(domains: np.ndarray, block: list[int]) -> bool:
 
 def with_links(mesh: LogicalMesh, machine: Machine) -> LogicalMesh:
     """Return a mesh of a machine's devices with its links, which decide the steps of reshardings on it."""
-    return replace(mesh, links=MeshCosts(machine=machine, mesh=mesh).links())
+    return replace(mesh, links=_links_of(MeshCosts(machine=machine, mesh=mesh)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _links_of(mesh_costs: MeshCosts) -> AxisLinks | None:
+    return mesh_costs.links()

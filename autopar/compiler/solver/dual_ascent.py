@@ -88,7 +88,7 @@ class Ascent:
     def round(self) -> None:
         """Round the costs as moved to an assignment, in one way and the other by turns."""
         self.roundings += 1
-        self.offer(surest_first(self.problem, self.swept, by_all=self.roundings % 2 == 0))
+        self.offer(surest_first(self.swept, by_all=self.roundings % 2 == 0))
 
     def offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is the best so far."""

@@ -11,10 +11,10 @@ Sweeps follow an order that cuts the problem's into runs side by side: a level t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,6 +89,8 @@ class LevelSweeps:
     costs: FloatArray
     at_low: FloatArray
     at_high: FloatArray
+    links: list[list[_Link]]
+    """The edges of each node, in the order of the problem's."""
 
     @classmethod
     def of(cls, problem: MRF) -> LevelSweeps:
@@ -115,18 +117,18 @@ class LevelSweeps:
         at_low, at_high = sides[1].places, sides[0].places
         # What is collected from the edges ahead is at their lower ends: that is the sweep back.
         places = zip(ends, turned, at_low.tolist(), at_high.tolist(), sizes[low].tolist(), sizes[high].tolist())
+        edges = {edge: (slice(a, a + rows), slice(b, b + columns), back) for edge, back, a, b, rows, columns in places}
         return cls(
             offsets=offsets,
             order=order,
             owner=np.repeat(np.arange(num_nodes), sizes),
-            edges={
-                edge: (slice(a, a + rows), slice(b, b + columns), back) for edge, back, a, b, rows, columns in places
-            },
+            edges=edges,
             forward=sides[0].levels(at_low, by_high, by_low),
             back=sides[1].levels(at_high, by_low, by_high),
             costs=np.concatenate(problem.costs),
             at_low=np.zeros(int(sizes[low].sum())),
             at_high=np.zeros(int(sizes[high].sum())),
+            links=_links(problem, edges),
         )
 
     def sweep_back(self, bound: float, least: FloatArray) -> float:
@@ -225,6 +227,29 @@ class LevelSweeps:
         if columns is not None:
             before, by_column = before.take(columns, 1), by_column.take(columns)
         return before + by_row[:, None] + by_column
+
+
+class _Link(NamedTuple):
+    """An edge as one of its ends has it."""
+
+    other: int
+    matrix: FloatArray
+    """The costs, by option of this end."""
+    is_low: bool
+    near: int
+    """The place of the first of what was added at this end."""
+    far: slice
+    """The places of what was added at the other end."""
+
+
+def _links(problem: MRF, edges: Mapping[tuple[int, int], tuple[slice, slice, bool]]) -> list[list[_Link]]:
+    links: list[list[_Link]] = [[] for _ in problem.costs]
+    for (i, j), matrix in problem.edges.items():
+        at_low, at_high, back = edges[i, j]
+        at_i, at_j = (at_high, at_low) if back else (at_low, at_high)
+        links[i].append(_Link(j, matrix, not back, at_i.start, at_j))
+        links[j].append(_Link(i, matrix.T, back, at_j.start, at_i))
+    return links
 
 
 class _Side:

@@ -14,23 +14,17 @@ import math
 from bisect import bisect_left
 
 from autopar.compiler.solver.level_sweeps import LevelSweeps
-from autopar.compiler.solver.problem import MRF, Assignment, FloatArray
+from autopar.compiler.solver.problem import Assignment, FloatArray
 
 
-def surest_first(problem: MRF, swept: LevelSweeps, *, by_all: bool = False) -> Assignment:
-    """Return an assignment of a problem, rounded from its costs as they were moved by sweeps.
+def surest_first(swept: LevelSweeps, *, by_all: bool = False) -> Assignment:
+    """Return an assignment of a problem, rounded from its costs as sweeps moved them.
 
     Nodes are sure by their second best options, or `by_all` of them.
     """
     scores, least_at_low, least_at_high = swept.scores()
     of_node = swept.split(scores)
-    links: list[list[tuple[int, FloatArray, FloatArray, FloatArray]]] = [[] for _ in problem.costs]
-    for (i, j), matrix in problem.edges.items():
-        at_low, at_high, back = swept.edges[i, j]
-        low, high = (j, i) if back else (i, j)
-        by_low = matrix.T if back else matrix
-        links[low].append((high, by_low, swept.at_low[at_low], least_at_high[at_high]))
-        links[high].append((low, by_low.T, swept.at_high[at_high], least_at_low[at_low]))
+    added, least = (swept.at_high.tolist(), swept.at_low.tolist()), (least_at_low, least_at_high)
     sureness = [_sureness(score, by_all) for score in of_node]
     queue = [(-sure, node) for node, sure in enumerate(sureness)]
     heapq.heapify(queue)
@@ -40,10 +34,10 @@ def surest_first(problem: MRF, swept: LevelSweeps, *, by_all: bool = False) -> A
         if chosen[node] >= 0 or -sure != sureness[node]:
             continue
         option = chosen[node] = int(of_node[node].argmin())
-        for other, matrix, added, least in links[node]:
+        for other, matrix, is_low, near, far in swept.links[node]:
             if chosen[other] < 0:
                 # What was added at the other end is in both, and cancels.
-                of_node[other] = of_node[other] + (matrix[option] + (added[option] - least))
+                of_node[other] = of_node[other] + (matrix[option] + (added[is_low][near + option] - least[is_low][far]))
                 sureness[other] = _sureness(of_node[other], by_all)
                 heapq.heappush(queue, (-sureness[other], other))
     return tuple(chosen)

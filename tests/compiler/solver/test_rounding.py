@@ -22,7 +22,7 @@ def chain(costs, along):
 def test_a_sure_node_decides_for_those_that_are_not(by_all):
     costs = np.array([[0.0, 0.1, 0.1], [0.0, 0.1, 0.1], [9.0, 9.0, 0.0], [0.0, 0.1, 0.1]])
     problem = chain(costs, along=1.0)
-    assert surest_first(problem, Ascent.of(problem).swept, by_all=by_all) == (2, 2, 2, 2)
+    assert surest_first(Ascent.of(problem).swept, by_all=by_all) == (2, 2, 2, 2)
 
 
 @both_ways
@@ -32,7 +32,7 @@ def test_what_is_forced_comes_first(by_all):
         costs=(np.array([0.0, 5.0]), np.array([0.0, 0.0]), np.array([0.0, 0.0])),
         edges={(0, 1): np.array([[0.0, np.inf], [np.inf, 0.0]]), (1, 2): forbids_first},
     )
-    options = surest_first(problem, Ascent.of(problem).swept, by_all=by_all)
+    options = surest_first(Ascent.of(problem).swept, by_all=by_all)
     assert options[:2] == (1, 1)
     assert assignment_cost(problem, options) == 5
 
@@ -43,11 +43,11 @@ def test_roundings_of_raised_costs_are_near_the_bound(seed, by_all):
     problem = reduce_problem(step_problem(seed, num_nodes=200, factors=4), range(200)).core
     ascent = Ascent.of(problem)
     ascend(ascent, WorkBudget(left=np.inf))
-    options = surest_first(problem, ascent.swept, by_all=by_all)
+    options = surest_first(ascent.swept, by_all=by_all)
     assert ascent.bound * (1 - 1e-9) <= assignment_cost(problem, options) <= 1.3 * ascent.bound
 
 
 def test_equal_problems_have_equal_roundings():
     problem = reduce_problem(step_problem(3, num_nodes=100, factors=4), range(100)).core
-    first, second = (surest_first(problem, Ascent.of(problem).swept) for _ in range(2))
+    first, second = (surest_first(Ascent.of(problem).swept) for _ in range(2))
     assert first == second
