@@ -90,9 +90,8 @@ def _dtype_of_products(trace: Trace) -> str:
 
 
 def _product_of(dtype: str, eqn: jc.JaxprEqn) -> bool:
-    if not _first_time(eqn):
-        return False
-    return runs_jaxprs(eqn) or (eqn.primitive.name in PRODUCTS and _dtype(eqn) == dtype)
+    counted = (eqn.primitive.name in PRODUCTS and _dtype(eqn) == dtype) or runs_jaxprs(eqn)
+    return counted and _first_time(eqn)
 
 
 def _dtype(eqn: jc.JaxprEqn) -> str:

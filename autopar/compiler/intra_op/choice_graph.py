@@ -370,7 +370,8 @@ class BlockBuilder:
         first, body = self.folded.classes[number], self.folded.bodies.get(number)
         is_free = [isinstance(a, jc.Literal) or a in self.free for a in eqn.invars]
         freed = free_results(eqn, is_free)
-        self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
+        if any(freed):
+            self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
         if all(freed) and not eqn.effects:
             self.constants.update(dict.fromkeys(eqn.outvars, _Constant(number=number)))
             self.equations.append(None)

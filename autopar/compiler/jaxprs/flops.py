@@ -39,6 +39,7 @@ from autopar.compiler.jaxprs.primitives import (
     ATTENTION,
     CALLBACKS,
     CUMULATIVE,
+    ELEMENTWISE,
     JOINS,
     LABELS,
     MATRIX_PRODUCTS,
@@ -226,6 +227,8 @@ def _simple_flops(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _MOVES:
         return 0.0
+    if name in ELEMENTWISE:
+        return sum([_size(v) for v in eqn.outvars])
     if name in _OF_EACH_INPUT:
         return _size(eqn.invars[0])
     if name in WINDOWS:

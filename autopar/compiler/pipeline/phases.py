@@ -50,6 +50,7 @@ _COSTLY = (
     primitives.DRAWS | primitives.PRODUCTS | primitives.NESTED | primitives.CUMULATIVE | primitives.FACTORIZATIONS
     | primitives.ATTENTION | primitives.FOREIGN | {"fft", "pure_callback", "sort"}
 )  # fmt: skip
+_COSTLY_TO_REPEAT = _COSTLY - primitives.DRAWS
 
 _SCALAR_ELEMENTS = 16
 """Inputs of at most this many elements (counters, keys, learning rates) have no owner: every stage that reads one gets
@@ -186,17 +187,17 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
         if accumulation_kind(eqn) == "concatenate":
             facts.batch_whole.update(outs)
         return ready, False
-    parameter = any(v in facts.parameter for v in operands)
-    small = all(v in facts.replicated_scalars for v in operands)
-    noise = any(v in facts.noise for v in operands) or (small and eqn.primitive.name in primitives.DRAWS)
+    parameter = not facts.parameter.isdisjoint(operands)
+    small = facts.replicated_scalars.issuperset(operands)
+    noise = not facts.noise.isdisjoint(operands) or (small and eqn.primitive.name in primitives.DRAWS)
     # A generator's noise enters the model as a batch does, also where it does not depend on the microbatch.
     enters = noise and jc.ad_phase(eqn) is not None and (parameter or ready > 0)
-    micro = enters or any(v in facts.micro for v in operands)
+    micro = enters or not facts.micro.isdisjoint(operands)
     if micro:
         facts.micro.update(outs)
     if parameter:
         facts.parameter.update(outs)
-    if any(v in facts.batch_whole for v in operands):
+    if not facts.batch_whole.isdisjoint(operands):
         facts.batch_whole.update(outs)
     # Other operands are completed values, activations or parameters.
     if small:
@@ -206,7 +207,7 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
     if micro and (
         parameter
         or any(v in facts.activation or facts.ready.get(v, 0) for v in operands)
-        or eqn.primitive.name in _COSTLY - primitives.DRAWS
+        or eqn.primitive.name in _COSTLY_TO_REPEAT
     ):
         facts.activation.update(outs)
     late = {v for v in operands if v in facts.backward and v in facts.micro and facts.ready.get(v, 0) == ready}
@@ -244,12 +245,12 @@ def _phases_of(jaxpr: jc.Jaxpr, facts: _Facts, swept: list[tuple[int, bool]]) ->
         elif any(v in facts.micro for v in eqn.outvars or operands):
             own = {_microbatch_phase(eqn, facts, backward)}
         else:
-            for_micro = any(v in needed_by_micro for v in eqn.outvars)
+            for_micro = not needed_by_micro.isdisjoint(eqn.outvars)
             if for_micro and _may_repeat(eqn, facts, ready):
                 own.add(Phase.UNPLACED)
             elif for_micro or eqn.effects:
                 own.add(Phase.STEP)
-            if any(v in needed_by_step for v in eqn.outvars):
+            if not needed_by_step.isdisjoint(eqn.outvars):
                 own.add(Phase.STEP)
         if own & {Phase.ACCUMULATE, Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED}:
             needed_by_micro.update(operands)

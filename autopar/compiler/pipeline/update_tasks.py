@@ -21,6 +21,7 @@ from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 from autopar.errors import Unsupported
 
+_REPEATED = {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED}
 ValueKey = tuple[jc.Var, str | None]
 """A variable, and which of its copies: None the only one, "sum" its total, or one of `unplaced_key`, `floating_key`."""
 
@@ -57,8 +58,10 @@ class UpdateRounds:
 
     # --- groups and update rounds -------------------------------------------------------------------------------------
 
-    def _runs_once(self, index: int) -> bool:
-        return Phase.STEP in self.phases.of[index] or index in self.placement.deferred
+    @cached_property
+    def _once(self) -> frozenset[int]:
+        """The equations that run once per step."""
+        return self.placement.deferred | {i for i, own in enumerate(self.phases.of) if Phase.STEP in own}
 
     def _find_groups(self) -> dict[int, int]:
         """Return for each equation that runs once the latest group that is early enough for every reader."""
@@ -66,11 +69,11 @@ class UpdateRounds:
         groups: dict[int, int] = {}
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn, own = self.eqns[i], self.phases.of[i]
-            needed = min((earliest.get(v, self.last_group) for v in eqn.outvars), default=self.last_group)
-            if self._runs_once(i) or (eqn.primitive is accumulate_p and self._is_alias(i)):
+            needed = min([earliest.get(v, self.last_group) for v in eqn.outvars], default=self.last_group)
+            if i in self._once or (eqn.primitive is accumulate_p and self._is_alias(i)):
                 groups[i] = needed
             readers = [groups[i]] if i in groups else []
-            if own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED} and i not in self.placement.deferred:
+            if not own.isdisjoint(_REPEATED) and i not in self.placement.deferred:
                 readers.append(self.phases.rounds[i])
             if readers:
                 for v in self.operands[i]:
@@ -114,7 +117,7 @@ class UpdateRounds:
     @cached_property
     def _without_place(self) -> frozenset[int]:
         """The equations that run once per step and have no place."""
-        return frozenset(i for i in range(len(self.eqns)) if self._runs_once(i) and i not in self.placement.stages)
+        return self._once - self.placement.stages.keys()
 
     def _is_alias_equation(self, index: int) -> bool:
         return self.eqns[index].primitive is accumulate_p and self._is_alias(index)
@@ -206,7 +209,7 @@ class UpdateRounds:
             read = frozenset[int]()
             if i in self.groups:  # what is computed for each microbatch from parameters is no part of them
                 read = read.union(*(parts.get(v, frozenset()) for v in jc.operands(eqn)))
-            read = every if eqn.effects and self._runs_once(i) else read  # effects stay in order
+            read = every if eqn.effects and i in self._once else read  # effects stay in order
             parts.update((v, read) for v in eqn.outvars if read)
             order[i] = 0 if not read else 1 + min(read) if len(read) == 1 else 2 + max(every)
         self._delay([i for i in order if order[i]])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,11 +77,13 @@ def _devices(shapes: tuple[tuple[int, ...], ...], layouts: tuple[Layout | None, 
 def to_data(plan: BlockPlan, mesh: LogicalMesh) -> dict[str, Any]:
     """The plan as JSON data; equal equations share one entry of "lines"."""
     lines: dict[str, int] = {}
+    known: dict[Hashable, str] = {}
 
     def entry(equation: EquationPlan | None) -> Any:
         if equation is None:
             return None
-        line = _line(equation, mesh)
+        key = equation.operands, equation.results, equation.combined
+        line = known[key] = known.get(key) or _line(equation, mesh)
         if not equation.bodies:
             return lines.setdefault(line, len(lines))
         return {"line": line, "bodies": [to_data(body, mesh) for body in equation.bodies]}
