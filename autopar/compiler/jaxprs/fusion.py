@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -471,16 +471,13 @@ class _Fusion:
                         moved += aval_bytes(eqns[number].invars[place].aval)
                 parts[number, kernel] = moved
         work, nbytes = defaultdict[Any, float](float), defaultdict[Any, float](float)
-        results, reducing, group_of = defaultdict[Any, int](int), set[Any](), dict[tuple[int, _Kernel], Any]()
-        storing = {part for part in parts if self._stores(*part)}
-        for part, moved in parts.items():
-            eqn = eqns[part[0]]
-            group = group_of[part] = groups.find(part)
-            work[group] += self._flops(eqn)
-            nbytes[group] += moved
-            results[group] += part in storing
-            if kind_of(eqn) == "reduction":
-                reducing.add(group)
+        storing, reducing = {part for part in parts if self._stores(*part)}, set[Any]()
+        group_of = {part: groups.find(part) for part in parts}
+        results = Counter(group_of[part] for part in storing)
+        for part, group in group_of.items():
+            work[group] += self._flops(eqns[part[0]])
+            nbytes[group] += parts[part]
+            reducing.update([group] if kind_of(eqns[part[0]]) == "reduction" else [])
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
         kept = [self._kept_of(number) for number in range(len(eqns))]
