@@ -66,9 +66,10 @@ def test_a_search_says_what_it_is_at(monkeypatch, tmp_path):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(batch @ p["a"]) @ p["b"]) ** 2))(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    console = Console(file=io.StringIO(), force_terminal=False)
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # where no such plan is known
     monkeypatch.setattr("autopar.progress.Console", lambda **_: console)
+    monkeypatch.setattr("autopar.progress._LINE_EVERY_S", 0.0)  # all that is told, however short the search
     params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
     cluster = autopar.Cluster.parse("2x p3.16xlarge")
     method = autopar.Auto(num_stages=2, num_microbatches=4)
