@@ -353,6 +353,23 @@ class Megatron:
         self._check_replicas(data)
         return data, self.tensor, self.pipeline
 
+    def search(self) -> Auto:
+        """Return the search that one stage with the whole batch is, for a method whose `data` is given."""
+        axes = [(size, name) for size, name in ((self.data, "data"), (self.tensor, "model")) if size and size > 1]
+        shape, names = zip(*(axes or [(1, "data")]), strict=True)
+        return Auto(
+            num_stages=1,
+            num_microbatches=1,
+            mesh_shape=shape,
+            axis_names=names,
+            memory="off",
+            remat=self.remat,
+            random=self.random,
+            batch_statistics=self.batch_statistics,
+            ignore_user_shardings=self.ignore_user_shardings,
+            time_limit_s=self.time_limit_s,
+        )
+
     def devices_of_stages(self, num_devices: int, devices_per_host: int) -> tuple[tuple[int, ...], ...]:
         """Return for every stage its devices in the order of its mesh, row-major over data x tensor.
 
@@ -553,6 +570,8 @@ class ExpertParallel(_RestrictedSearch):
 
 HandMethod = DataParallel | ShardParallel | PipelineParallel
 SearchMethod = Auto | Zero | TensorParallel | ExpertParallel
+ProgramMethod = SearchMethod | ShardParallel | Megatron
+"""The methods that can make a step one program on one mesh, whose layouts are searched."""
 Method = HandMethod | Megatron | SearchMethod
 
 

@@ -64,23 +64,6 @@ def prepare(
         loop_pieces=loop_pieces,
         batch_statistics=batch_statistics,
         random=random,
-        on_other_batch=False,
-    )
-    return _dissolved(trace, num_layers, prepared)
-
-
-def prepare_at_other_batch(
-    trace: Trace, *, num_layers: int, loop_pieces: int, batch_statistics: str, random: str
-) -> PreparedStep:
-    """Return the step at another batch in one microbatch, prepared as the step itself is."""
-    prepared = partial(
-        _prepare,
-        trace,
-        num_microbatches=1,
-        loop_pieces=loop_pieces,
-        batch_statistics=batch_statistics,
-        random=random,
-        on_other_batch=True,
     )
     return _dissolved(trace, num_layers, prepared)
 
@@ -121,16 +104,13 @@ def _prepare(
     loop_pieces: int,
     batch_statistics: str,
     random: str,
-    on_other_batch: bool,
 ) -> PreparedStep:
     """Return the step without the `wide` regions; the last few are remembered.
 
     A step is prepared alike to be planned, simulated and lowered, and for any layers that leave the same regions.
     """
-    one, other = _without_regions(trace.jaxpr, _twin(trace, wide, num_microbatches, on_other_batch), wide)
-    if on_other_batch:
-        assert other is not None
-        one = other
+    twin = _at_other_batch(trace, num_microbatches) if num_microbatches > 1 else None
+    one, other = _without_regions(trace.jaxpr, twin, wide)
     closed, inputs, outputs, state_outputs = _split_loops(trace, one, loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)
@@ -189,13 +169,6 @@ def _without_regions(
     if not same_equations(closed, twin):
         return inline_regions(closed, wide), inline_regions(twin, wide)
     return inline_regions(closed, wide, twin), inline_regions(twin, wide, closed)
-
-
-def _twin(trace: Trace, wide: frozenset[Path], num_microbatches: int, on_other_batch: bool) -> jc.ClosedJaxpr | None:
-    """Return the step at another batch, where it is split by it or regions are dissolved beside it; else None."""
-    if num_microbatches > 1:
-        return _at_other_batch(trace, num_microbatches)
-    return trace.at_other_batch if wide or on_other_batch else None
 
 
 def _at_other_batch(trace: Trace, num_microbatches: int) -> jc.ClosedJaxpr:

@@ -1,6 +1,6 @@
 """Search a plan for one mesh: the layout of every value, by integer programming.
 
-Trace, Auto | Zero | TensorParallel | ExpertParallel | ShardParallel, devices  ->  Plan
+Trace, Auto | Zero | TensorParallel | ExpertParallel | ShardParallel | Megatron, devices  ->  Plan
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import ShardingPlan
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.method_fields import MEMORY_LEVELS
-from autopar.methods import Auto, SearchMethod, ShardParallel
+from autopar.methods import Auto, ProgramMethod, ShardParallel
 from autopar.progress import tell
 
 
@@ -68,16 +68,17 @@ class MeshSearchResult:
 
 def plan_by_search(
     trace: Trace,
-    method: SearchMethod | ShardParallel,
+    method: ProgramMethod,
     *,
     num_devices: int,
     machine: Machine,
     checked: bool = False,
     below_s: float = math.inf,
     saves_memory: bool = True,
+    order: tuple[int, ...] | None = None,
     cache_directory: Path | None = None,
 ) -> Plan:
-    """Return the best plan that a method allows, for devices of a machine.
+    """Return the best plan that a method allows, for devices of a machine; `order` is as in `LogicalMesh`.
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other,
@@ -90,7 +91,7 @@ def plan_by_search(
     offered = cache(lambda: offered_layers(trace, auto.layers))  # computed when it is first asked for
     options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
     places = [
-        _Place(begin=partial(begin_on, trace, method, mesh, allowed, **options))
+        _Place(begin=partial(begin_on, trace, method, replace(mesh, order=order), allowed, **options))
         for mesh in mesh_choices(auto, num_devices)
         for allowed in allowed_splits(auto.kinds, mesh)
     ]
@@ -146,7 +147,7 @@ def _most_promising_first(
 
 
 def _search_layers(
-    method: SearchMethod | ShardParallel,
+    method: ProgramMethod,
     place: _Place,
     offered: Callable[[], Offer],
     limit_bytes: float,
@@ -250,7 +251,7 @@ def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> Mesh
     return best
 
 
-def search_of(method: SearchMethod | ShardParallel) -> Auto:
+def search_of(method: ProgramMethod) -> Auto:
     """Return the search that a method is, or restricts."""
     return method if isinstance(method, Auto) else method.search()
 
@@ -280,7 +281,7 @@ class BegunSearch:
 
 def search_on(
     trace: Trace,
-    method: SearchMethod | ShardParallel,
+    method: ProgramMethod,
     mesh: LogicalMesh,
     *,
     machine: Machine,
@@ -305,7 +306,7 @@ def search_on(
 
 def begin_on(
     trace: Trace,
-    method: SearchMethod | ShardParallel,
+    method: ProgramMethod,
     mesh: LogicalMesh,
     allowed: AllowedSplits | None,
     *,
@@ -314,7 +315,7 @@ def begin_on(
     cache_directory: Path | None,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
-    within: SearchMethod | ShardParallel | None = None,
+    within: ProgramMethod | None = None,
 ) -> BegunSearch:
     """State the search on one logical mesh; `within` is the method with another memory limit, if there is one."""
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
@@ -344,9 +345,7 @@ def begin_on(
     return BegunSearch(mesh_costs=mesh_costs, problem=problem, recomputed_layers=recomputed_layers)
 
 
-def plan_of(
-    trace: Trace, method: SearchMethod | ShardParallel, searched: MeshSearchResult, offered: Callable[[], Offer]
-) -> Plan:
+def plan_of(trace: Trace, method: ProgramMethod, searched: MeshSearchResult, offered: Callable[[], Offer]) -> Plan:
     """Return a search's result as a plan."""
     auto, mesh, block = search_of(method), searched.mesh_costs.mesh, searched.block
     recomputed = searched.recomputed_layers
@@ -367,7 +366,7 @@ def plan_of(
         method=type(method).__name__,
         meshes=(
             MeshPlan(
-                devices=tuple(range(mesh.num_devices)),
+                devices=mesh.order or tuple(range(mesh.num_devices)),
                 shape=mesh.shape,
                 axis_names=mesh.axis_names,
                 links=mesh.links,
@@ -400,7 +399,7 @@ def mesh_choices(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 
 
-def memory_budget(method: SearchMethod | ShardParallel, machine: Machine, *, checked: bool) -> MemoryBudget:
+def memory_budget(method: ProgramMethod, machine: Machine, *, checked: bool) -> MemoryBudget:
     """Return what a method's plans may use of a device; those that will be `checked` by compiling them, all of that.
 
     A word for `memory` leaves a share of the device free by itself.

@@ -2,7 +2,7 @@
 
     Trace, Megatron, devices
       │ even_layers        as many layers of the model for every stage
-      │ stage_values       where the examples are, by comparing with other microbatches
+      │ stage_values       where the examples are, by the kinds of dimensions
       │ value_layouts      what the degrees and the ZeRO stage leave open, for values and
       │ stage_constraints  for equations
       │ task_graph.best    the optimum of that, once for all equivalent stages
@@ -17,23 +17,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autopar.compiler.frontend.dimension_kinds import DimensionKinds
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_whole_training, unroll_training_loops
+from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import check_waiting, with_offload
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, numbered_layers
-from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, prepare_at_other_batch
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.by_hand.megatron_layouts import (
-    StageValues,
+from autopar.compiler.planning.demands.constraints import constraints_within
+from autopar.compiler.planning.demands.kinds import task_kinds
+from autopar.compiler.planning.demands.megatron_layouts import (
+    StepValues,
     stage_constraints,
     stage_values,
     value_layouts,
-    without_other_batch,
 )
-from autopar.compiler.planning.demands.constraints import constraints_within
+from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.stages.layer_classes import (
     count_step_layers,
     layer_class,
@@ -53,52 +56,71 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
     `Unsupported` for a step without a gradient, one whose examples cannot be found, or one that has nothing to
     offload.
     """
-    trace = unroll_training_loops(trace)
+    unrolled = unroll_training_loops(trace)
     data, tensor, pipeline = method.degrees(cluster.num_devices)
-    _check_step(trace, method, data, tensor)
-    pieces = _pieces(trace, method)
-    prepared = _prepared(trace, method, pieces, method.num_microbatches)
+    _check_step(unrolled, method, data, tensor)
     devices = method.devices_of_stages(cluster.num_devices, _devices_per_host(cluster, method))
+    keeps_on_host = bool(offloaded(method) or trace.host_state)
+    if len(devices) * method.stages_per_mesh * method.num_microbatches == 1 and not keeps_on_host:
+        return _on_one_mesh(trace, replace(method, data=data), devices[0], cluster, cache_directory)
+    trace = unrolled
+    pieces = _pieces(trace, method)
+    prepared = prepare(
+        trace,
+        num_layers=pieces[0],
+        num_microbatches=method.num_microbatches,
+        loop_pieces=pieces[1],
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
     bare = _bare_plan(trace, method, prepared, pieces, devices, (data, tensor, pipeline))
-    cut = StageCut.of(bare)
-    graph = cut_stages(prepared, cut)
-    if offloaded(method) or trace.host_state:
+    graph = cut_stages(prepared, StageCut.of(bare))
+    if keeps_on_host:
         bare = with_offload(bare, graph, offloaded(method), trace.host_state)
         check_waiting(graph, bare)
-        cut = StageCut.of(bare)
-        graph = cut_stages(prepared, cut)
-    other = (
-        graph
-        if data * tensor == 1 or _has_one_example(trace, method.num_microbatches)
-        else cut_stages(_other_step(trace, method, pieces), cut)
-    )
+        graph = cut_stages(prepared, StageCut.of(bare))
+    tasks = [tasks_of_stages(graph, bare.stages_on(number), trace.donated_inputs) for number in range(pipeline)]
     problem = _Problem(
-        trace=trace,
         method=method,
         graph=graph,
-        other=other,
+        values=stage_values(graph, trace.batch_axes),
+        kinds=task_kinds(graph, [task for own in tasks for task in own], trace.batch_axes),
         plan=bare,
         cluster=cluster,
     )
-    values = stage_values(graph, other, trace.batch_inputs)
     return shard_stages(
         bare,
         graph,
-        [_asked(problem, values, number) for number in range(pipeline)],
+        [_asked(problem, own, number) for number, own in enumerate(tasks)],
         cluster=cluster,
         time_limit_s=method.time_limit_s,
         cache_directory=cache_directory,
     )
 
 
+def _on_one_mesh(
+    trace: Trace, method: Megatron, devices: tuple[int, ...], cluster: Cluster, cache_directory: Path | None
+) -> Plan:
+    """Return the plan of one stage with the whole batch, which is one program."""
+    plan = plan_by_search(
+        trace,
+        method,
+        num_devices=len(devices),
+        machine=cluster.machine_of(devices),
+        order=None if devices == tuple(range(len(devices))) else devices,
+        cache_directory=cache_directory,
+    )
+    return replace(plan, schedule=get_schedule(method.schedule).name)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Problem:
-    """Everything that is the same for all stages; `other` is the graph with other microbatches."""
+    """Everything that is the same for all stages."""
 
-    trace: Trace
     method: Megatron
     graph: StageGraph
-    other: StageGraph
+    values: StepValues
+    kinds: DimensionKinds
     plan: Plan
     cluster: Cluster
 
@@ -112,8 +134,6 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
         raise Unsupported(
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )
-    if data * tensor > 1 and trace.at_other_batch is None:
-        raise without_other_batch(trace)
     rows = trace.num_rows if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
         raise InvalidArgument(
@@ -141,38 +161,6 @@ def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
     if loop_pieces_for(trace, stages) > 1:
         return stages, stages
     return count_step_layers(trace, num_stages=stages, batch_statistics=method.batch_statistics, random=method.random)
-
-
-def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
-    return prepare(
-        trace,
-        num_layers=pieces[0],
-        num_microbatches=num_microbatches,
-        loop_pieces=pieces[1],
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
-
-
-def _has_one_example(trace: Trace, num_microbatches: int) -> bool:
-    """Return whether no value of a microbatch has examples to divide: one of two examples may have other equations."""
-    return bool(trace.batch_inputs) and trace.num_rows == num_microbatches
-
-
-def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:
-    """Return the step with another number of examples in a microbatch."""
-    count = method.num_microbatches
-    if count == 1:
-        return prepare_at_other_batch(
-            trace,
-            num_layers=pieces[0],
-            loop_pieces=pieces[1],
-            batch_statistics=method.batch_statistics,
-            random=method.random,
-        )
-    rows = trace.num_rows
-    # Mostly the same for all counts, so that it is prepared once for several plans.
-    return _prepared(trace, method, pieces, next(n for n in range(2, rows + 1) if n != count and rows % n == 0))
 
 
 def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tuple[tuple[int, ...], list[int]]:
@@ -249,18 +237,16 @@ def _bare_plan(
 # --- the layouts of a stage ---------------------------------------------------------------------------------------
 
 
-def _asked(problem: _Problem, values: StageValues, number: int) -> ConstrainedStage:
+def _asked(problem: _Problem, tasks: list[GroupTask], number: int) -> ConstrainedStage:
     graph, plan, zero = problem.graph, problem.plan, problem.method.zero
     mesh = logical_mesh(plan.meshes[number])
-    tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     layer = layer_class(graph, tasks)
     constraints = layer.constraints
     if mesh.num_devices > 1:
-        others = tasks_of_stages(problem.other, plan.stages_on(number))
-        form = stage_constraints(tasks, others, mesh, zero)
+        form = stage_constraints(tasks, problem.kinds, mesh, zero)
         constraints = replace(
             constraints,
-            allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),
+            allowed=value_layouts(tasks, problem.values, graph.crossing, mesh, zero),
             equations=form if problem.method.ignore_user_shardings else constraints_within(form, mesh, "Megatron"),
         )
     return ConstrainedStage(

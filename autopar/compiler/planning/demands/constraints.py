@@ -26,6 +26,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
 from autopar.compiler.planning.demands.kinds import AllowedSplits, kept_layouts, within_kinds
+from autopar.compiler.planning.demands.megatron_layouts import program_constraints
 from autopar.compiler.planning.demands.restricted_search import restricted_constraints
 from autopar.compiler.planning.demands.scope_demands import layouts_in_parts, parameters_in_parts, within_scopes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, fits, from_spec, replicated
@@ -33,7 +34,7 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
 from autopar.ir.instructions import listed, spec_axes
-from autopar.methods import Auto, SearchMethod, ShardParallel
+from autopar.methods import Auto, Megatron, ProgramMethod, ShardParallel
 
 DATA = "data"
 """The mesh axis along which methods by hand split the batch."""
@@ -48,7 +49,7 @@ _CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
 def constraints_of(
     trace: Trace,
     closed: jc.ClosedJaxpr,
-    method: SearchMethod | ShardParallel,
+    method: ProgramMethod,
     mesh: LogicalMesh,
     allowed: AllowedSplits | None,
 ) -> Constraints:
@@ -64,7 +65,10 @@ def constraints_of(
             usual, results = _usual_inputs(trace, mesh), {} if method.specs else _usual_results(trace, mesh)
             pinned = _specified_inputs(trace, method.specs, mesh)
         case _:
-            form = restricted_constraints(trace, closed, method, mesh)
+            if isinstance(method, Megatron):
+                form = program_constraints(trace, closed, mesh, method.zero)
+            else:
+                form = restricted_constraints(trace, closed, method, mesh)
             if method.ignore_user_shardings:
                 return form
             given, asked = _jit_layouts(trace, closed, mesh)

@@ -31,7 +31,7 @@ from autopar.errors import InvalidArgument
 
 Key = TypeVar("Key", int, str)
 
-_OF_DIMENSIONS = frozenset({"data", "tensor", "sequence", "expert"})
+OF_DIMENSIONS = frozenset({"data", "tensor", "sequence", "expert"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class AllowedSplits:
 
 def allowed_splits(kinds: tuple[str, ...] | None, mesh: LogicalMesh) -> tuple[AllowedSplits | None, ...]:
     """Return the ways to use the axes of a mesh that kinds allow, which are to be tried; None: in whatever way."""
-    named = _OF_DIMENSIONS if kinds is None else _OF_DIMENSIONS.intersection(kinds)
-    if kinds is None or (named == _OF_DIMENSIONS and "zero" in kinds):
+    named = OF_DIMENSIONS if kinds is None else OF_DIMENSIONS.intersection(kinds)
+    if kinds is None or (named == OF_DIMENSIONS and "zero" in kinds):
         return (None,)
     of_state = named & {"tensor", "expert"}
 
@@ -74,7 +74,7 @@ def allowed_splits(kinds: tuple[str, ...] | None, mesh: LogicalMesh) -> tuple[Al
         return AllowedSplits(kinds=kinds, with_examples=(named,) * len(axes), without=(without,) * len(axes))
 
     if "zero" in kinds:
-        return (same(_OF_DIMENSIONS),)
+        return (same(OF_DIMENSIONS),)
     if "data" not in kinds:
         return (same(of_state),)
     if "tensor" not in kinds:
@@ -110,7 +110,7 @@ def within_kinds(
         kept = constraints.restrict(eqn, every)
         values = operands_of(eqn)
         examples = any(has_examples(value) for each in values for value in each)
-        within = tuple(s for s in kept if _allowed_strategy(s, values, examples, allowed, mesh))
+        within = tuple(s for s in kept if is_allowed_strategy(s, values, examples, allowed, mesh))
         if not within:
             raise _against(_asked_by(eqn), allowed)
         return within
@@ -186,7 +186,7 @@ def _against(what: str, allowed: AllowedSplits) -> InvalidArgument:
     )
 
 
-def _allowed_strategy(
+def is_allowed_strategy(
     strategy: Strategy,
     values: tuple[tuple[ValueKinds, ...], ...],
     examples: bool,

@@ -80,7 +80,7 @@ def _input_layouts(
     allowed: AllowedSplits,
 ) -> dict[int, tuple[Layout, ...]]:
     """Return the layouts that inputs may have, by number; those of few elements are whole in any case."""
-    used, state = _used_by_the_model(closed), set(trace.state_outputs.values())
+    used, state = used_by_the_model(closed), set(trace.state_outputs.values())
     found: dict[int, tuple[Layout, ...]] = {}
     for i, leaf in enumerate(trace.inputs):
         if below_split_size(leaf.aval):
@@ -112,13 +112,13 @@ def _most_divided(shape: tuple[int, ...], layouts: Sequence[Layout], mesh: Logic
     return tuple(layout for layout, each in zip(layouts, parts, strict=True) if each == max(parts))
 
 
-def _used_by_the_model(closed: jc.ClosedJaxpr) -> set[int]:
+def used_by_the_model(closed: jc.ClosedJaxpr) -> set[int]:
     """The inputs that the forward or backward pass reads: parameters, in contrast to the optimizer's state."""
     jaxpr, _ = jc.open_jaxpr(closed)
     read = {v for eqn in jaxpr.eqns if jc.ad_phase(eqn) is not None for v in jc.operands(eqn)}
     # A loop over microbatches is in no phase itself, but its body is.
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            inside = _used_by_the_model(jp.scan_of(eqn).body)
+            inside = used_by_the_model(jp.scan_of(eqn).body)
             read |= {v for i, v in enumerate(eqn.invars) if i in inside and isinstance(v, jc.Var)}
     return {i for i, v in enumerate(jaxpr.invars) if v in read}
