@@ -36,6 +36,8 @@ class Border:
     """Outputs that are copied out at once."""
     sliced: Collection[int] = ()
     """Inputs that are slices of stacks."""
+    own: Collection[int] = ()
+    """Outputs that have memory of their own from the beginning, as the results of an executable."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,15 +88,26 @@ class MemoryProgram:
             # The result is written over the input, unless that is read later.
             if mine is not None and old is not None and mine.start >= 0 and old.stop <= mine.start + 1:
                 mine.stop = mine.start
-        return lives.moved(-1)
+        lives.moved(-1)
+        for output in (self.outputs[number] for number in self.border.own):
+            mine = lives.whole.get(lives.roots.get(output, output))
+            if mine is not None and mine.allocated:
+                mine.start, mine.empty_until = 0, mine.start
+        return lives
 
     @cached_property
     def housed(self) -> frozenset[Key]:
-        """The arrays that lie in the places of inputs, between the copy of one and the result that takes its place.
+        """The arrays that lie in places of others.
 
-        The largest come first, each to the smallest place where it fits.
+        Places are free of results that have one from the beginning, until these are made, and of inputs between the
+        copy of one and the result that takes its place. The largest arrays come first, each to the smallest place where
+        it fits.
         """
-        free: list[_Place] = []
+        free = [
+            _Place(nbytes=self.nbytes[key], start=life.start, stop=life.empty_until)
+            for key, life in self.lives.whole.items()
+            if life.empty_until is not None
+        ]
         for output, old in replaced(self.inputs, self.outputs, self.border):
             mine, given = self.lives.whole.get(self.lives.roots.get(output, output)), self.lives.whole.get(old)
             if old in self.vacated and mine is not None and given is not None and mine.start > given.stop:
@@ -102,7 +115,11 @@ class MemoryProgram:
         free.sort(key=lambda place: place.nbytes)
         sizes = [place.nbytes for place in free]
         found: set[Key] = set()
-        made = ((key, life) for key, life in self.lives.whole.items() if life.allocated and life.stop > life.start)
+        made = (
+            (key, life)
+            for key, life in self.lives.whole.items()
+            if life.allocated and life.stop > life.start and life.empty_until is None
+        )
         for key, life in sorted(made, key=lambda each: -self.nbytes[each[0]]) if free else ():
             if any(place.take(life) for place in free[bisect_left(sizes, self.nbytes[key]) :]):
                 found.add(key)

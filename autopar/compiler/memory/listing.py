@@ -89,7 +89,8 @@ class BlockValue(NamedTuple):
 def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], machine: Machine) -> MemoryProgram:
     """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite."""
     taken = taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated)
-    return _listed(block, Border(taken=taken), MeshCosts(machine=machine, mesh=mesh))
+    own = [number for number in range(len(block.outputs)) if number not in taken]
+    return _listed(block, Border(taken=taken, own=own), MeshCosts(machine=machine, mesh=mesh))
 
 
 def _type_of(key: Hashable) -> str:

@@ -104,6 +104,8 @@ class Lifetime:
 
     start: int
     stop: int
+    empty_until: int | None = None
+    """The time when it is made, where it has its place from `start` on: before, others may lie there."""
 
     @property
     def allocated(self) -> bool:

@@ -46,3 +46,27 @@ def test_other_arrays_lie_in_the_places_of_inputs_that_are_read_from_copies(
     (worst,) = worst_moments(program, 1)
     assert worst.nbytes == sum(nbytes.get(key, 1) for key in alive(worst))
     assert not housed.intersection(alive(worst))
+
+
+@pytest.mark.parametrize(
+    ("result", "housed"),
+    [
+        pytest.param(8, {"a", "b"}, id="one after the other in the place of a result that is made later"),
+        pytest.param(2, set(), id="none that is larger than the result"),
+    ],
+)
+def test_others_lie_in_the_places_of_results_until_these_are_made(result: int, housed: set[str]):
+    ops = [
+        Op("apart", ("x",), ("a",)),
+        Op("apart", ("a",), ("c",)),
+        Op("apart", ("c",), ("b",)),
+        Op("apart", ("b",), ("d",)),
+        Op("apart", ("d",), ("y",)),
+    ]
+    nbytes = {"x": 1, "a": 4, "b": 4, "c": 9, "d": 9, "y": result}
+    program = MemoryProgram(
+        ops=ops, inputs=["x"], outputs=["y"], nbytes=nbytes, inner={}, border=Border(own=[0]), actions=()
+    )
+    assert program.housed == housed
+    (worst,) = worst_moments(program, 1)
+    assert worst.nbytes == result + 9 + (0 if housed else 4)

@@ -128,8 +128,8 @@ def test_what_a_barrier_holds_until_it_is_sliced_is_in_memory(after: bool):
         combined=combined_values(jaxpr, None),
     )
     whole_bytes = 4.0 * 4096 * 4096
-    # A part is there with the array that it is of, or with its sums.
-    assert temporary_bytes(block, H100) == (1.5 if after else 1.0) * whole_bytes
+    # A part is there with the array that it is of, or with its sums, which have a place of their own all the time.
+    assert temporary_bytes(block, H100) == (2.0 if after else 1.0) * whole_bytes
 
 
 @pytest.mark.parametrize("images", ["NHWC", "NCHW"])

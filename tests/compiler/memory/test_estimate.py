@@ -42,10 +42,11 @@ TOLERANCE = 0.1
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("is_donated", [True, False], ids=["donated", "kept"])
 @pytest.mark.parametrize("name", MODELS)
-def test_modelled_memory_is_near_the_compiled_one(name):
+def test_modelled_memory_is_near_the_compiled_one(name, is_donated):
     trace = traced(name)
-    donated = state_inputs(trace)
+    donated = state_inputs(trace) if is_donated else ()
     mesh, _, block = planned(trace, (2, 4))
     modelled = peak_memory(block, mesh, donated).peak_bytes
     assert modelled == pytest.approx(compiled_bytes(trace, block, mesh, donated), rel=TOLERANCE)
