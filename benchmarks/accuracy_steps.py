@@ -222,11 +222,11 @@ def _priced(model: Model, degrees: Degrees, machine: Machine, devices: int) -> E
 
 def _seconds(plan: Plan, counts: Callable[[PlannedCollective], bool]) -> float:
     """Seconds of collectives between the replicas of a plan, on the mesh where they take longest: all run at once."""
-    return max(
-        sum(each.seconds for each in mesh.sharding.collectives if "data" in each.axes and counts(each))
-        for mesh in plan.meshes
-        if mesh.sharding is not None
-    )
+    seconds = [0.0] * len(plan.meshes)
+    for mesh, each in plan.collectives_by_mesh():
+        if "data" in each.axes and counts(each):
+            seconds[mesh] += each.seconds
+    return max(seconds)
 
 
 @lru_cache(maxsize=1)
