@@ -187,6 +187,13 @@ SWEEPS = (
         needs=GPU_COMPILER,
     ),
     Sweep(
+        name="memory_of_methods",
+        words=("benchmarks.memory_of_methods",),
+        minutes=None,
+        shows="the same peak of plans by hand and searched, for a GPT of which no rule of the model was chosen",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
         name="compiled_offload",
         words=("benchmarks.compiled_offload",),
         minutes=None,
