@@ -200,9 +200,8 @@ def _bare_plan(
     degrees: tuple[int, int, int],
 ) -> Plan:
     """Return the plan without layouts."""
-    data, tensor, pipeline = degrees
     schedule = get_schedule(method.schedule)
-    stage_mesh = schedule.meshes_of_stages(pipeline, method.stages_per_mesh)
+    stage_mesh = schedule.meshes_of_stages(degrees[2], method.stages_per_mesh)
     num_stages = len(stage_mesh)
     if num_stages == 1:
         cuts, starts = layer_cuts(prepared.phases, pieces[0]), [0]
@@ -210,19 +209,19 @@ def _bare_plan(
         cuts, starts = cut_forward(prepared.phases, num_stages), list(range(num_stages))
     else:
         cuts, starts = even_layers(prepared, pieces[0], num_stages)
-    axes = [(size, name) for size, name in ((data, "data"), (tensor, "model")) if size > 1] or [(1, "data")]
-    shape, axis_names = zip(*axes, strict=True)
+    mesh = replace(method, data=degrees[0]).search()
+    assert mesh.mesh_shape is not None
     return Plan(
         fingerprint=trace.fingerprint,
         method=type(method).__name__,
-        meshes=tuple(MeshPlan(devices=own, shape=shape, axis_names=axis_names) for own in devices),
+        meshes=tuple(MeshPlan(devices=own, shape=mesh.mesh_shape, axis_names=mesh.mesh_axes) for own in devices),
         stages=tuple(
             StagePlan(
                 layers=(start, stop),
-                mesh=mesh,
+                mesh=number,
                 recomputed=stop - start if method.remat or prepared.recomputes else 0,
             )
-            for start, stop, mesh in zip(starts, [*starts[1:], len(cuts) + 1], stage_mesh, strict=True)
+            for start, stop, number in zip(starts, [*starts[1:], len(cuts) + 1], stage_mesh, strict=True)
         ),
         cuts=cuts,
         loop_pieces=pieces[1],
