@@ -70,10 +70,6 @@ class MemoryProgram:
             combined_bytes=machine.combined_bytes,
             memory_bandwidth=machine.memory_bandwidth,
         )
-        import os
-        if machine.schedules_for_latency and os.environ.get("LHS"):
-            from autopar.compiler.memory.kernel_order import order_kernels
-            found = order_kernels(self, machine)
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]

@@ -162,18 +162,6 @@ def lifetimes(
     return program.run(tuple(inputs))
 
 
-def kernels(
-    ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
-) -> tuple[dict[int, tuple[Key, ...]], dict[int, list[Key]]]:
-    """Return the arrays that each kernel reads and makes in memory, by the number of its op."""
-    reordering = any(op.reorders for op in ops)
-    program = _Program(ops=ops, extent=extent, outputs=tuple(outputs), reordering=reordering)
-    program.run(tuple(inputs))
-    reads = {n: tuple(dict.fromkeys(map(program._root, places))) for n, places in program.sources.items()}
-    makes = {n: [k for k in ops[n].results if k in program.found] for n in reads}
-    return reads, makes
-
-
 @dataclass(kw_only=True)
 class _Program:
     ops: Sequence[Op]
