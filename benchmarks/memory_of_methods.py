@@ -4,9 +4,9 @@
 
 A step of `autopar.parallelize` is planned by methods by hand and by search, and `verify` compiles it for a target: what
 `simulate` says of the peak of a device is held against temporaries, arguments and results of the executable. The model
-is the GPT of the weak scaling in 4 layers, of which `memory_model` has no row: no rule of the model was chosen
-by it. Its layers are computed again, so that it gathers, sums and recomputes at once. Nothing is run; it needs the
-compilers for GPUs (autopar[gpu-aot]).
+is the GPT of the weak scaling in 4 layers, of which `memory_model` has no row: no rule of the model of memory was
+chosen by it. Its layers are computed again, so that it gathers, sums and recomputes at once. Nothing is run; it needs
+the compilers for GPUs (autopar[gpu-aot]).
 """
 
 from __future__ import annotations

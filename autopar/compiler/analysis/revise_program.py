@@ -20,6 +20,7 @@ from autopar.compiler.analysis.asked import contradicted
 from autopar.compiler.analysis.revise_machines import places
 from autopar.compiler.analysis.revision import Planning, Revision, given_spec
 from autopar.compiler.intra_op.choice_graph import block_plan_of
+from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers
 from autopar.compiler.planning.demands.constraints import pins_of_inputs
 from autopar.compiler.planning.demands.kinds import allowed_splits
@@ -150,7 +151,8 @@ def _search_as_planned(planning: Planning, but: int | None = None, **fields: Any
 def _searched(planning: Planning, auto: Auto, recompute: Offer | None = None) -> MeshSearchResult:
     recompute = recompute or _recomputed(planning.plan)
     assert auto.mesh_shape is not None
-    mesh = LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes)
+    order = logical_mesh(planning.plan.meshes[0]).order
+    mesh = LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes, order=order)
     every = (
         search_on(
             planning.trace,

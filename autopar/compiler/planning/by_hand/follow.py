@@ -189,6 +189,7 @@ def _on_one_mesh(
         method,
         num_devices=len(mesh.devices),
         machine=cluster.machine_of(mesh.devices),
+        order=logical.order,
         cache_directory=cache_directory,
     )
     return replace(plan, method="Follow", meshes=(replace(plan.meshes[0], devices=mesh.devices),))

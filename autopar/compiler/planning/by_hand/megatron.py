@@ -134,6 +134,12 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
         raise Unsupported(
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )
+    if data > 1 and not trace.batch_inputs:
+        raise Unsupported(
+            f"Megatron splits the examples over data={data} replicas, and {trace.name} has none: "
+            f"{trace.no_other_batch_because}. Name the arguments that carry the batch in batch_argnums, give data=1, "
+            "or use Auto()."
+        )
     rows = trace.num_rows if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
         raise InvalidArgument(

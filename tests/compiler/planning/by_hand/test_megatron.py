@@ -328,6 +328,17 @@ def test_a_step_without_a_gradient_is_refused():
         traced.plan(Megatron())
 
 
+def test_replicas_of_a_step_without_examples_are_refused():
+    def train_step(params):
+        return params - jax.grad(lambda p: jnp.mean(jnp.tanh(p @ p) ** 2))(params)
+
+    step = autopar.parallelize(train_step, cluster=HOSTS.with_devices(2), batch_argnums=())
+    traced = step.trace(jnp.ones((64, 64)))
+    with pytest.raises(Unsupported, match=r"examples over data=2 replicas, and train_step has none: .* Name"):
+        traced.plan(Megatron())
+    assert traced.plan(Megatron(tensor=2)).plan.is_single_program
+
+
 def step_of_one_batch_size(params, batch):
     return params - 0.1 * jax.grad(lambda p: jnp.mean((jnp.tanh(batch.reshape(8, 16) @ p) @ p) ** 2))(params), ()
 
