@@ -54,7 +54,6 @@ class StageCost:
     state_bytes: float = 0.0
     activation_bytes: float = 0.0  # for each microbatch in flight
     temporary_bytes: float = 0.0  # while a microbatch runs
-    deferred_bytes: float = 0.0  # of these what is there to the end of the task: layers of one task add theirs up
     update_bytes: float = 0.0  # the same as temporary_bytes for the update, when no microbatch is in flight
     choice: Any = None  # what the caller needs to build the stage: mesh shape, remat, ...
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,30 @@ def reads_transposed(eqn: jc.JaxprEqn) -> bool:
 def writes_transposed(eqn: jc.JaxprEqn) -> bool:
     """Return true if a library writes the result of an equation in another order of dimensions."""
     return eqn.primitive.name == _CONVOLUTION and _space_is_first(jp.convolution_of(eqn).out_spec)
+
+
+def adds_ones(eqn: jc.JaxprEqn) -> bool:
+    """Return true if an equation only adds dimensions of size 1 to an array."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    (given, *_), (made,) = (map(_shape, atoms) for atoms in (eqn.invars, eqn.outvars))
+    return bool(given) and math.prod(given) == math.prod(made)
+
+
+def merged_form(eqn: jc.JaxprEqn, number: int, swapped: bool) -> Hashable:
+    """Return the form in which a `dot_general` reads an operand; None if it reads it as it is.
+
+    Dimensions of one kind are merged: batch, then free, then contracted ones on the left, contracted, then free ones on
+    the right, where the result is not `swapped`, that is transposed. Operands that are merged in their own order have
+    the same form.
+    """
+    dimensions = jp.dot_dimensions(eqn)
+    batch, contracted = dimensions.batch[number], dimensions.contracted[number]
+    free = [dim for dim in range(len(_shape(eqn.invars[number]))) if dim not in {*batch, *contracted}]
+    if max(len(free), len(contracted)) <= 1:
+        return None
+    order = [*batch, *free, *contracted] if (number == 0) != swapped else [*batch, *contracted, *free]
+    return "merged" if order == sorted(order) else "transposed"
 
 
 def reorders_images(eqn: jc.JaxprEqn, channels_last: bool) -> bool:

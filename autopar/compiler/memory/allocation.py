@@ -20,8 +20,9 @@ from functools import cached_property
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.memory.kernel_order import order_kernels
 from autopar.compiler.memory.liveness import Key, Lifetime, Lifetimes, Op, lifetimes
-from autopar.compiler.memory.ordering import order_ops
+from autopar.compiler.memory.ordering import JoinedCollectives, order_ops
 from autopar.compiler.spmd.local_program import Action
 from autopar.hardware.machine import Machine
 
@@ -55,25 +56,22 @@ class MemoryProgram:
     """The action that each op was listed from."""
     vacated: Collection[Key] = ()
     """The inputs that are read from copies but by what makes these, so that other arrays may lie in their places."""
-    deferred: int | None = None
-    """The first op that waits until everything else is done, once the program is ordered."""
 
     def order_ops(self, machine: Machine) -> MemoryProgram:
         """Return the program in the order of the compiler for a machine."""
-        found = order_ops(
-            self.ops,
-            self.nbytes,
-            [*replaced(self.inputs, self.outputs, self.border)],
-            for_latency=machine.schedules_for_latency,
-            for_memory=machine.schedules_for_memory,
-            scatters_sums=machine.scatters_sums,
-            combined_bytes=machine.combined_bytes,
-            memory_bandwidth=machine.memory_bandwidth,
-        )
+        inputs = [key for key in self.inputs if key is not None]
+        outputs = [key for key in self.outputs if key is not None]
+        joins = JoinedCollectives(scatters_sums=machine.scatters_sums, most_bytes=machine.combined_bytes)
+        if machine.schedules_for_latency and any(op.collective for op in self.ops):
+            found = order_kernels(self.ops, inputs, outputs, self.nbytes, joins, machine.memory_bandwidth)
+        else:
+            taken = [*replaced(self.inputs, self.outputs, self.border)]
+            for_memory = machine.schedules_for_memory
+            found = order_ops(self.ops, outputs, self.nbytes, joins, taken, for_memory=for_memory)
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]
-        return replace(self, ops=found.ops, inner=inner, actions=actions, deferred=found.deferred)
+        return replace(self, ops=found.ops, inner=inner, actions=actions)
 
     @cached_property
     def lives(self) -> Lifetimes:
@@ -147,18 +145,6 @@ class MemoryProgram:
         for number in range(len(self.ops)):
             levels[number] += self.workspace(number)
         return levels
-
-    @cached_property
-    def deferred_bytes(self) -> float:
-        """Bytes that are kept for the ops that wait until everything else is done."""
-        if self.deferred is None:
-            return 0.0
-        results = {self.lives.roots.get(key, key) for key in self.outputs}
-        return sum(
-            self.nbytes[key]
-            for key, life in self.lives.whole.items()
-            if life.allocated and life.start < self.deferred < life.stop and key not in results
-        )
 
     def workspace(self, time: int) -> float:
         """Return the bytes that an op needs only while it runs."""

@@ -60,9 +60,6 @@ class MemoryEstimate:
 
     peak_bytes: float
     arguments_bytes: float
-    deferred_bytes: float
-    """Bytes that the compiler keeps until the end of the program, and would keep behind whatever stood next in it: the
-    operands of deferred products."""
     copied: tuple[Value, ...]
     """The results that the compiler makes elsewhere and copies to the places of the state that they replace."""
     moment: Moment = field(repr=False, compare=False)
@@ -99,7 +96,6 @@ def peak_memory(
     return MemoryEstimate(
         peak_bytes=total + moment.nbytes,
         arguments_bytes=total,
-        deferred_bytes=program.deferred_bytes,
         copied=_copied(block, program) if machine.copies_state else (),
         moment=moment,
         inputs=block.inputs,

@@ -32,7 +32,14 @@ from autopar.compiler.jaxprs.primitives import (
     SELECTIONS,
     WINDOWS,
 )
-from autopar.compiler.jaxprs.strides import reads_transposed, reorders_images, turns_tiles, writes_transposed
+from autopar.compiler.jaxprs.strides import (
+    adds_ones,
+    merged_form,
+    reads_transposed,
+    reorders_images,
+    turns_tiles,
+    writes_transposed,
+)
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -42,6 +49,7 @@ from autopar.compiler.memory.allocation import (
     stacked_from,
     taken_places,
 )
+from autopar.compiler.memory.latency_hiding import NO_ESTIMATE_S
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.memory.merged_products import kept_products
 from autopar.compiler.memory.twins import (
@@ -72,6 +80,8 @@ _READ_ANY_ORDER = MATRIX_PRODUCTS | REDUCTIONS
 """Equations that read the dimensions of an array in any order."""
 _KEEP_ORDER = ("all-reduce", "collective-permute")
 """Collectives that take arrays in any order of their dimensions."""
+_OF_A_LIBRARY_S = 1000 * NO_ESTIMATE_S
+"""The same for calls of libraries but for products (`GpuLatencyEstimator::NodeCost`)."""
 _KEPT_GROWTH = 2.0
 """Factor by which a kept exponential is larger than what it is computed from: in float32, of bfloat16."""
 
@@ -182,6 +192,10 @@ class _Lister:
     """Values that are transposed into another order in memory."""
     transposed: set[Hashable] = field(default_factory=set[Hashable])
     """Values that libraries write in another order of dimensions, those of regions in line as well."""
+    swapped: set[Value] = field(default_factory=set[Value])
+    """Values that are transposed: products that make them read their operands in each other's place."""
+    region: Hashable = None
+    """The name of the barrier that holds back the operands, if the block is a region in line."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -218,6 +232,7 @@ class _Lister:
                 eqn.primitive.name == "transpose"
             ):
                 aval: Any = result.variable.aval
+                self.swapped.add(self._source(operand))
                 turns = turns_tiles(eqn, local_shape(tuple(aval.shape), result.layout, self.mesh))
                 self.turned.update(self._keys(operand) if turns else ())
             case Evaluate(eqn=eqn, operands=(_, Value() as operand)) if eqn.primitive.name == ADDED_TO_ZEROS:
@@ -299,7 +314,8 @@ class _Lister:
 
     def _run_in_line(self, action: RunBody) -> None:
         (body,) = action.bodies
-        self.ops.append(Op("barrier", self._keys(*action.operands), ()))
+        barrier = Op("barrier", self._keys(*action.operands), (), small_results=(body,))
+        self.ops.append(self._placed(barrier, action.operands, ()))
         self.actions.append(action)
         region = _Lister(
             block=body,
@@ -310,6 +326,7 @@ class _Lister:
             nbytes=self.nbytes,
             turned=self.turned,
             transposed=self.transposed,
+            region=body,
             names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
         )
         region.run()
@@ -334,10 +351,33 @@ class _Lister:
         op = self._op(action)
         if isinstance(action, Reshard) and op.results and self._transposes(action):
             op = op._replace(workspace=self.nbytes[op.results[0]])
+        if isinstance(action, Reshard):
+            before = (action.operand,) if action.source == action.result.layout else (action.operand, action.after)
+            op = self._placed(op, before, (action.result,))
+        else:
+            op = self._placed(op, action.operands, action.results)
         self.ops.append(op)
         self.actions.append(action)
         if isinstance(action, Evaluate) and self.zeros.intersection(action.results) and rectifies(action.eqn):
             self._share_zeros(action)
+
+    def _placed(self, op: Op, before: Sequence[Any], results: Sequence[Value]) -> Op:
+        """Return an op with what decides its place alone, where the compiler schedules for latency.
+
+        `before` are its operands, and what it waits for else.
+        """
+        if not self.machine.schedules_for_latency:
+            return op
+        waits_for: list[Hashable] = [self.name(value) for value in before if isinstance(value, Value)]
+        if self.region is not None and not all(map(self._is_own, op.reads)):
+            waits_for.append(self.region)
+        return op._replace(
+            waits_for=tuple(key for key in waits_for if key not in op.reads),
+            small_results=(
+                *op.small_results,
+                *(key for value in results if (key := self.name(value)) not in op.results),
+            ),
+        )
 
     def _is_there(self, action: Reshard) -> bool:
         """Return true if what reversing nothing gives is resharded as what it was given already is: it is one array."""
@@ -471,7 +511,7 @@ class _Lister:
                     reads,
                     results,
                     collective=kind,
-                    seconds=self._reshard_s(action, kind),
+                    seconds=self._reshard_s(action) if kind else None,
                     steps=self._combined_as(steps),
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
                     keeps_order=kind in _KEEP_ORDER,
@@ -504,9 +544,9 @@ class _Lister:
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
                     + self._places_bytes(action)
                     + self._gradient_sums_bytes(action),
-                    seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
-                    if eqn.primitive.name in PRODUCTS
-                    else 0.0,
+                    seconds=self._seconds(action),
+                    forms=self._forms(action),
+                    extent=self._extent(action),
                 )
             case RunBody(eqn=eqn):
                 return Op(
@@ -516,7 +556,7 @@ class _Lister:
                     over=writes_over(eqn),
                     late=joins_late(eqn),
                     early=self._keys(*action.results[stacked_from(eqn) :]),
-                    seconds=math.inf,
+                    seconds=NO_ESTIMATE_S,
                 )
 
     def _combined_as(self, steps: Sequence[ReshardStep]) -> Hashable:
@@ -582,12 +622,33 @@ class _Lister:
     def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
         """Return how XLA treats an equation."""
         if not self.machine.fuses_products:
-            return kind_of(eqn)
+            return "view" if adds_ones(eqn) else kind_of(eqn)
         return "product" if eqn.primitive.name in PRODUCTS else kind_beside_products(eqn)
 
-    def _reshard_s(self, action: Reshard, kind: str) -> float:
-        if not kind:
+    def _seconds(self, action: Evaluate) -> float | None:
+        """Return what the compiler has an equation take; None for what it takes to read and write memory."""
+        name = action.eqn.primitive.name
+        if not self.machine.schedules_for_latency or name not in PRODUCTS | ATTENTION:
+            return None
+        if name not in MATRIX_PRODUCTS:
+            return _OF_A_LIBRARY_S
+        return equation_s(action.eqn, action.strategy._replace(combined=()), self.mesh_costs, alone(action.eqn))
+
+    def _forms(self, action: Evaluate) -> tuple[Hashable, ...]:
+        """Return the form in which a product reads each array that it reads."""
+        if not self.machine.schedules_for_latency or action.eqn.primitive.name != "dot_general":
+            return ()
+        swapped = not self.swapped.isdisjoint(action.results)
+        places = [n for n, operand in enumerate(action.operands) if self.key(operand) is not None]
+        return tuple(merged_form(action.eqn, place, swapped) for place in places)
+
+    def _extent(self, action: Evaluate) -> float:
+        values: Sequence[Any] = action.operands if action.eqn.primitive.name in REDUCTIONS else action.results
+        if not values or not isinstance(values[0], Value):
             return 0.0
+        return value_bytes(values[0], self.mesh) / values[0].variable.aval.dtype.itemsize
+
+    def _reshard_s(self, action: Reshard) -> float:
         aval: Any = action.aval
         return reshard_s(action.source, action.result.layout, aval.shape, aval.dtype.itemsize, self.mesh_costs)
 

@@ -70,8 +70,9 @@ class Op(NamedTuple):
     """The results that take memory as soon as the program begins, as what a loop writes piece by piece."""
     workspace: float = 0.0
     """Bytes that it needs while it runs, besides operands and results."""
-    seconds: float = 0.0
-    """Seconds that a product or a collective takes."""
+    seconds: float | None = None
+    """Seconds that it takes, as a compiler that schedules for latency has it; None for as long as it takes to read and
+    write memory."""
     slices: bool = False
     """True if it takes a part of an array."""
     behind_barrier: bool = False
@@ -91,6 +92,14 @@ class Op(NamedTuple):
     """True if it adds up gradients, whose sum is kept unless computing it again for every reader moves less."""
     steps: Hashable = ()
     """The steps of a collective, equal for those that may be one."""
+    forms: tuple[Hashable, ...] = ()
+    """The form in which a product reads each array, dimensions merged or in another order; None for as it is."""
+    extent: float = 0.0
+    """Elements on one device that a reduction reads, or that another op makes."""
+    waits_for: tuple[Key, ...] = ()
+    """Values that must be there before it, without lifetimes: too small ones, and those that it only waits for."""
+    small_results: tuple[Key, ...] = ()
+    """The results that are too small to count."""
 
     @property
     def writes_over(self) -> bool:
@@ -160,6 +169,29 @@ def lifetimes(
     reordering = any(op.reorders for op in ops)
     program = _Program(ops=ops, extent=extent, outputs=tuple(outputs), reordering=reordering)
     return program.run(tuple(inputs))
+
+
+class Kernel(NamedTuple):
+    """The arrays in memory that the kernel of an op reads and makes."""
+
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+
+
+def kernels(
+    ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
+) -> dict[int, Kernel]:
+    """Return the kernels of a program once it is fused, by the number of the op that gives one its result."""
+    reordering = any(op.reorders for op in ops)
+    program = _Program(ops=ops, extent=extent, outputs=tuple(outputs), reordering=reordering)
+    lives = program.run(tuple(inputs))
+    return {
+        number: Kernel(
+            tuple(dict.fromkeys(lives.roots.get(place, place) for place in places)),
+            tuple(key for key in ops[number].results if key in lives.whole),
+        )
+        for number, places in program.sources.items()
+    }
 
 
 @dataclass(kw_only=True)

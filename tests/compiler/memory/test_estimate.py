@@ -53,7 +53,7 @@ def test_modelled_memory_is_near_the_compiled_one(name, is_donated):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("share", "again"), [(1.25, False), (0.85, True)])
+@pytest.mark.parametrize(("share", "again"), [(1.25, False), (0.75, True)])
 def test_xla_computes_again_where_a_program_needs_more_than_it_lets_it(share, again, tmp_path, monkeypatch):
     trace = traced("mlp")
     donated = state_inputs(trace)

@@ -108,7 +108,6 @@ def _ways(ranges: RangeCosts, own: Sequence[int], submesh: Submesh) -> Iterator[
             state_bytes=sum(cost.state_bytes for cost in costs),
             activation_bytes=sum(cost.activation_bytes for cost in costs),
             temporary_bytes=max(cost.temporary_bytes for cost in costs),
-            deferred_bytes=max(cost.deferred_bytes for cost in costs),
             update_bytes=sum(cost.update_bytes for cost in costs),
             choice=choice,
         )

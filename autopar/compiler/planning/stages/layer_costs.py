@@ -10,7 +10,6 @@ The memory of a device at the worst moment of a step is that of the simulator, w
     state          what stays from step to step and from microbatch to microbatch, and the examples of all microbatches
     activation     what the backward task reads of a microbatch                for every microbatch in flight
     temporary      what else a task is given, makes, and needs in between      while it runs
-    deferred       the part of it that the compiler keeps until the task ends, so that layers in one task add theirs up
     update         the same as temporary, of the update: then no microbatch is in flight
     on the host    nothing, but three of its parts while they are updated; its bytes take time on the link to the host
 
@@ -285,7 +284,6 @@ class LayerCosts:
             state_bytes=min(least.state_bytes, fastest.state_bytes),
             activation_bytes=min(least.activation_bytes, fastest.activation_bytes),
             temporary_bytes=0.0,
-            deferred_bytes=0.0,
             update_bytes=0.0,
         )
 
@@ -433,7 +431,6 @@ def stage_cost(
         state_bytes=memory.state_bytes,
         activation_bytes=memory.activation_bytes,
         temporary_bytes=memory.temporary_bytes,
-        deferred_bytes=memory.deferred_bytes,
         update_bytes=memory.update_bytes,
     )
 
@@ -468,7 +465,6 @@ class StageMemory:
     state_bytes: float
     activation_bytes: float
     temporary_bytes: float
-    deferred_bytes: float
     update_bytes: float
     host_bytes: float
     """Bytes on the host, for one device."""
@@ -491,7 +487,7 @@ def stage_memory(
     def total_bytes(names: Iterable[str]) -> float:
         return sum(device_bytes(types[name], layouts.get(name), mesh) for name in names if name in types)
 
-    temporary = deferred = update = part = 0.0
+    temporary = update = part = 0.0
     for task in (each for each in layer.tasks if each.name in on_device):
         memory = on_device[task.name].memory
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
@@ -499,13 +495,12 @@ def stage_memory(
             brought = total_bytes(layer.on_host.intersection(task.inputs))
             update, part = max(update, extra - brought), max(part, brought)
         else:
-            temporary, deferred = max(temporary, extra), max(deferred, memory.deferred_bytes)
+            temporary = max(temporary, extra)
     num_microbatches = max((task.times for task in layer.tasks), default=1.0)
     return StageMemory(
         state_bytes=total_bytes(layer.state) + num_microbatches * total_bytes(layer.fed),
         activation_bytes=total_bytes(layer.kept),
         temporary_bytes=temporary,
-        deferred_bytes=deferred,
         update_bytes=update + PARTS_AT_ONCE * part_share * part,
         host_bytes=total_bytes(layer.on_host),
     )

@@ -47,7 +47,7 @@ _LITTLE_TIME = 0.01
 """Share of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
 _SHARES_AGAIN = 0.25, 0.5, 0.75
 """Shares of its layers that a stage may compute again, beside none and all of them."""
-_BYTES = "state_bytes", "activation_bytes", "temporary_bytes", "deferred_bytes", "update_bytes"
+_BYTES = "state_bytes", "activation_bytes", "temporary_bytes", "update_bytes"
 """The fields of a cost that are bytes of a device."""
 
 
@@ -309,10 +309,9 @@ class RangeCosts:
         if key not in self.columns:
             sums = self._sums(submesh, choice)
             added = np.moveaxis(sums.added[None, :] - sums.added[:-1, None], -1, 0)
-            forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
-            temporary = deferred + sums.most
+            forward_s, backward_s, weight_s, update_s, state, activation, update = added
             self.columns[key] = np.stack(
-                [forward_s, backward_s, weight_s, update_s, state, temporary, activation, update]
+                [forward_s, backward_s, weight_s, update_s, state, sums.most, activation, update]
             )
         return self.columns[key]
 
@@ -326,9 +325,9 @@ class RangeCosts:
         parts = self.again._sums(submesh, choice._replace(remat=1.0)), self._sums(submesh, choice._replace(remat=0.0))
         first, rest = (np.moveaxis(part.added, -1, 0) for part in parts)
         added = first[:, middle] - first[:, start] + rest[:, stop] - rest[:, middle]
-        forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
+        forward_s, backward_s, weight_s, update_s, state, activation, update = added
         beyond = np.concatenate([parts[1].most, np.zeros((1, num_layers + 1))])
-        temporary = deferred + np.maximum(parts[0].most[start, middle], beyond[middle, stop])
+        temporary = np.maximum(parts[0].most[start, middle], beyond[middle, stop])
         return np.stack([forward_s, backward_s, weight_s, update_s, state, temporary, activation, update])
 
     def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
@@ -378,7 +377,7 @@ class RangeCosts:
             return replace(_joined(again, rest) if rest else again, choice=choice)
         sums = self._sums(submesh, choice)
         added = (sums.added[stop] - sums.added[start]).tolist()
-        forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
+        forward_s, backward_s, weight_s, update_s, state, activation, update = added
         return StageCost(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -386,8 +385,7 @@ class RangeCosts:
             update_s=update_s,
             state_bytes=state,
             activation_bytes=activation,
-            temporary_bytes=deferred + float(sums.most[start, stop]),
-            deferred_bytes=deferred,
+            temporary_bytes=float(sums.most[start, stop]),
             update_bytes=update,
             choice=choice,
         )
@@ -618,8 +616,7 @@ def _joined(one: StageCost, other: StageCost) -> StageCost:
     """Return the cost of the layers of both."""
     names = ("forward_s", "backward_s", "weight_s", "update_s", *_BYTES)
     both = StageCost(**{name: getattr(one, name) + getattr(other, name) for name in names})
-    alone = max(each.temporary_bytes - each.deferred_bytes for each in (one, other))
-    return replace(both, temporary_bytes=both.deferred_bytes + alone)
+    return replace(both, temporary_bytes=max(one.temporary_bytes, other.temporary_bytes))
 
 
 def _seconds(cost: StageCost) -> np.ndarray:
@@ -636,16 +633,15 @@ def _sums(layers: Sequence[StageCost]) -> _Sums:
                 c.update_s,
                 c.state_bytes,
                 c.activation_bytes,
-                c.deferred_bytes,
                 c.update_bytes,
             )
             for c in layers
         ]
     )
     most = np.zeros((len(layers), len(layers) + 1))
-    alone = np.array([c.temporary_bytes - c.deferred_bytes for c in layers])
+    temporary = np.array([c.temporary_bytes for c in layers])
     for start in range(len(layers)):
-        most[start, start + 1 :] = np.maximum.accumulate(alone[start:])
+        most[start, start + 1 :] = np.maximum.accumulate(temporary[start:])
     return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
 
 

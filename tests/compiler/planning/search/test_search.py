@@ -278,7 +278,7 @@ def test_what_tasks_need_at_work_is_asked_for_only_where_it_may_not_fit():
         [costs.cost(number, mesh_costs, LayoutChoice(0.0)) for number in layers.class_of]
         for costs in (of(), of(fits=True))
     )
-    nothing = {"temporary_bytes": 0.0, "deferred_bytes": 0.0, "update_bytes": 0.0}
+    nothing = {"temporary_bytes": 0.0, "update_bytes": 0.0}
     assert all(cost.temporary_bytes > 0 for cost in asked)
     assert spared == [dataclasses.replace(cost, **nothing) for cost in asked]
 

@@ -32,7 +32,6 @@ from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from benchmarks.models import gpt
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
-from tests.compiler.planned_memory import peak_memory, planned, traced_model
 from tests.slow_links import slow_links
 
 WIDTH, ROWS, LAYERS = 128, 256, 4
@@ -118,15 +117,6 @@ def test_stages_that_are_taken_to_hold_as_much_as_another_are_simulated_to_fit(s
     budget = share * step.plan(method).simulate(CLUSTER).peak_bytes
     found = step.plan(dataclasses.replace(method, memory=bytes_with_headroom(budget)))
     assert found.simulate(CLUSTER).peak_bytes <= budget
-
-
-def test_products_deferred_to_the_end_keep_their_operands():
-    """Gradients that are reduced over devices wait, and so does what their products read."""
-    size = GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=512, batch=16)
-    trace = traced_model(alpa_gpt("gpt", size, jnp.float32))
-    mesh, _, block = planned(trace, (8,))
-    memory = peak_memory(block, mesh)
-    assert 0 < memory.deferred_bytes < memory.peak_bytes - memory.arguments_bytes
 
 
 def test_a_task_that_holds_its_backward_pass_keeps_little_for_it_where_memory_has_a_price():

@@ -1,0 +1,148 @@
+"""The kernels that the latency-hiding scheduler is given, and what each of them needs."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.compiler.memory import kernel_order
+from autopar.compiler.memory.liveness import Key, Op
+from autopar.compiler.memory.ordering import JoinedCollectives
+
+MIB = 2**20
+
+
+def ordered(ops: Sequence[Op], outputs: Sequence[Key] = (), most_bytes: float = 30 * MIB, **nbytes: float) -> list[Op]:
+    """The ops in their order; arrays have a byte unless it is said."""
+    made = [key for op in ops for key in (*op.results, *op.reads)]
+    inputs = [key for key in dict.fromkeys(made) if not any(key in op.results for op in ops)]
+    joins = JoinedCollectives(scatters_sums=True, most_bytes=most_bytes)
+    found = kernel_order.order_kernels(ops, inputs, outputs, dict.fromkeys(made, 1.0) | nbytes, joins, 1e12)
+    assert sorted(found.order) == list(range(len(ops)))
+    return found.ops
+
+
+def place_of(found: Sequence[Op], name: str) -> int:
+    return next(place for place, op in enumerate(found) if name in (*op.results, *op.small_results))
+
+
+def apart(reads: str, made: str, us: float = 10.0, **how: object) -> Op:
+    return Op("apart", tuple(reads.split()), (made,), seconds=us * 1e-6)._replace(**how)
+
+
+def gather(reads: str, made: str, us: float = 10.0) -> Op:
+    return apart(reads, made, us, collective="all-gather", steps="rows")
+
+
+def backward(*more: Op) -> list[Op]:
+    """A chain of products with two gatherings in it, and the gradients of weights of what it begins with."""
+    return [
+        apart("start", "a"),
+        apart("a", "dw"),
+        apart("a", "b"),
+        gather("b", "whole_b"),
+        apart("whole_b", "c"),
+        gather("c", "whole_c"),
+        apart("whole_c", "end"),
+        *more,
+    ]
+
+
+def test_a_gradient_of_weights_hides_a_collective():
+    found = ordered(backward(), ["end", "dw"])
+    assert place_of(found, "whole_c") < place_of(found, "dw") < place_of(found, "end")
+
+
+def test_what_a_collective_sends_is_kept_until_what_hides_it_is_done():
+    found = ordered(backward(), ["end", "dw"])
+    assert found[place_of(found, "dw")].reads == ("a", "c")
+    assert found[place_of(found, "c")].reads == ("whole_b",)
+
+
+def test_what_is_fused_stands_with_the_kernel_that_it_is_in():
+    square = Op("fused", ("a",), ("square",))
+    weights = apart("square x", "dw")
+    found = ordered([backward()[0], square, weights, *backward()[2:]], ["end", "dw"])
+    # A product reads it from memory, so it is a kernel; what reads it is not before it.
+    assert place_of(found, "square") < place_of(found, "dw")
+    both = [Op("fused", ("a",), ("twice",)), Op("fused", ("twice",), ("four",))]
+    found = ordered([backward()[0], *both, *backward()[2:]], ["end", "four"])
+    assert place_of(found, "four") == place_of(found, "twice") + 1
+
+
+def test_dependencies_go_through_what_is_too_small_to_count():
+    mean = Op("reduction", ("a",), (), small_results=("mean",), extent=4096.0)
+    shift = apart("b", "shifted")._replace(waits_for=("mean",))
+    chain = [gather("shifted", "whole_b"), apart("whole_b", "c"), gather("c", "whole_c"), apart("whole_c", "end")]
+    found = ordered([apart("start", "a"), mean, apart("a", "b"), shift, *chain], ["end"])
+    assert place_of(found, "mean") < place_of(found, "shifted")
+
+
+def test_gathers_that_wait_for_the_same_are_one_collective_up_to_a_size():
+    gathers = [gather("x", "whole_x"), gather("y", "whole_y")]
+    ops = [apart("start", "a"), *gathers, apart("a whole_x", "b"), apart("b whole_y", "end")]
+    for most_bytes, joined in ((2.0, True), (1.0, False)):
+        found = ordered(ops, ["end"], most_bytes=most_bytes)
+        assert (place_of(found, "whole_y") < place_of(found, "a")) == joined
+    later = ops[2]._replace(waits_for=("a",))
+    found = ordered([*ops[:2], later, *ops[3:]], ["end"])
+    assert place_of(found, "whole_x") < place_of(found, "a") < place_of(found, "whole_y")
+
+
+def test_reductions_of_rows_are_computed_where_they_are_read():
+    rows = Op("reduction", ("a",), ("mean",), reduces_rows=True, extent=4096.0)
+    centred = Op("fused", ("a", "mean"), ("centred",), extent=4096.0)
+    others = [apart("centred", "b"), gather("b", "whole_b"), apart("whole_b", "c"), apart("a", "dw")]
+    last = [gather("c", "whole_c"), apart("whole_c", "end")]
+    found = ordered([apart("start", "a"), rows, *others[:0], centred, *others, *last], ["end", "dw"])
+    assert place_of(found, "centred") == place_of(found, "mean") + 1
+
+
+def siblings(**how: object) -> list[Op]:
+    """A gradient of a bias, and what goes on from the same array."""
+    return [
+        apart("start", "a"),
+        Op("reduction", ("a",), ("bias",), extent=4096.0)._replace(**how),
+        Op("fused", ("a",), ("next",), extent=4096.0),
+        apart("next", "b"),
+        gather("b", "whole_b"),
+        apart("whole_b", "c"),
+        gather("c", "whole_c", us=1.0),
+        apart("whole_c", "end"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "joined"),
+    [
+        pytest.param({}, True, id="loops of one size over one array"),
+        pytest.param({"extent": 8192.0}, False, id="of two sizes"),
+        pytest.param({"extent": 64.0}, False, id="few numbers"),
+        pytest.param({"reads": ("z",)}, False, id="two arrays"),
+    ],
+)
+def test_kernels_that_read_the_same_array_in_equal_loops_are_one(how: dict[str, object], joined: bool):
+    found = ordered(siblings(**how), ["end", "bias"])
+    assert (place_of(found, "bias") < place_of(found, "b")) == joined
+
+
+def test_products_that_read_an_array_with_dimensions_merged_read_one_form_of_it():
+    merged = [apart(f"a {name}", f"d{name}")._replace(forms=("merged", None)) for name in "xy"]
+    found = ordered([*backward()[:1], *merged, *backward()[2:]], ["end", "dx", "dy"])
+    assert place_of(found, "a") < min(place_of(found, "dx"), place_of(found, "dy"))
+
+
+def test_what_reads_from_outside_of_a_region_stands_behind_all_that_the_region_needs():
+    barrier = Op("barrier", ("a", "b"), (), small_results=("region",))
+    again = apart("a", "again")._replace(waits_for=("region",))
+    chain = [apart("start", "a"), apart("a", "b"), barrier, again, gather("again", "whole"), apart("whole_b", "end")]
+    found = ordered(chain, ["end"])
+    assert place_of(found, "b") < place_of(found, "again")
+    free = [op._replace(waits_for=()) for op in chain]
+    found = ordered(free, ["end"])
+    assert place_of(found, "again") < place_of(found, "b")
+
+
+def test_what_nothing_reads_stands_behind_what_it_reads():
+    form = Op("form", ("a",), ("form_of_a",))
+    found = ordered([*backward()[:1], form, *backward()[1:]], ["end", "dw"])
+    assert place_of(found, "form_of_a") == place_of(found, "a") + 1
