@@ -10,8 +10,8 @@ The ops are fused into kernels first, and what the latency-hiding scheduler plac
                        that reads it: these are no kernels
     siblings           kernels of loops of one size that read the same array, one of which reduces it or both of which
                        write arrays, are one; not losses of few numbers
-    collectives        sums are joined up to a size, those of results that come first are; gathers are, where they wait
-                       for the same
+    collectives        sums are joined up to a size, in the order of the results of the program; gathers are where
+                       they stand behind as many others
     free               inputs; results of a collective with several; operands of products in which dimensions are
                        merged, once for all that read them so; the operands of a region that is computed again, before
                        which it reads nothing from outside
@@ -124,7 +124,7 @@ class _Graph:
         """The kernels that are needed for each array that is never in memory."""
 
     def joined_gathers(self, tail: Sequence[bool], most_bytes: float) -> Iterator[list[int]]:
-        """Yield the gathers that are one collective: behind as many others, in one region, waiting for the same.
+        """Yield the gathers that are one collective: those behind as many others, which do not need each other.
 
         None of the `tail`, of what is updated, is one with others: these are behind sums, which are joined, too.
         """
@@ -135,7 +135,7 @@ class _Graph:
             if op.collective != "all-gather" or number not in self.found or not op.results:
                 continue
             axes = tuple(getattr(step, "axes", None) for step in op.steps) if isinstance(op.steps, tuple) else op.steps
-            kind = (axes, depths[number], tail[number], op.waits_for)
+            kind = (axes, depths[number], tail[number])
             size = sum(self.nbytes[key] for key in op.results)
             group, total = found.get(kind, ([], math.inf))
             if total + size > most_bytes:

@@ -77,13 +77,13 @@ def test_dependencies_go_through_what_is_too_small_to_count():
     assert place_of(found, "mean") < place_of(found, "shifted")
 
 
-def test_gathers_that_wait_for_the_same_are_one_collective_up_to_a_size():
+def test_gathers_behind_as_many_collectives_are_one_up_to_a_size():
     gathers = [gather("x", "whole_x"), gather("y", "whole_y")]
     ops = [apart("start", "a"), *gathers, apart("a whole_x", "b"), apart("b whole_y", "end")]
     for most_bytes, joined in ((2.0, True), (1.0, False)):
         found = ordered(ops, ["end"], most_bytes=most_bytes)
         assert (place_of(found, "whole_y") < place_of(found, "a")) == joined
-    later = ops[2]._replace(waits_for=("a",))
+    later = ops[2]._replace(waits_for=("whole_x",))
     found = ordered([*ops[:2], later, *ops[3:]], ["end"])
     assert place_of(found, "whole_x") < place_of(found, "a") < place_of(found, "whole_y")
 
