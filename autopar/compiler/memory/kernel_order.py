@@ -8,8 +8,8 @@ The ops are fused into kernels first, and what the latency-hiding scheduler plac
                        fused into them
     rows               what reductions of rows give, and what is computed of that alone, is computed in every kernel
                        that reads it: these are no kernels
-    siblings           kernels of loops of one size that read the same array, one of which reduces it or both of which
-                       write arrays, are one; not losses of few numbers
+    loops              kernels of loops of one size that read the same array, or of which one reads what the other
+                       writes, are one; not losses of few numbers
     collectives        sums are joined up to a size, in the order of the results of the program; gathers are where
                        they stand behind as many others
     free               inputs; results of a collective with several; operands of products in which dimensions are
@@ -32,7 +32,7 @@ from autopar.compiler.memory.liveness import Key, Op
 from autopar.compiler.memory.ordering import JoinedCollectives, OpOrder, joined_sums, tail_of
 
 _FEW_NUMBERS = 1024
-"""Most numbers whose sum, a loss, has kernels of its own; a larger one has its gradient's: of six GPTs compiled."""
+"""Most numbers whose sum, as a loss, has a kernel of its own: of six GPTs compiled."""
 _MOVES_NOTHING = ("view", "form", "constant")
 
 
@@ -51,7 +51,7 @@ def order_kernels(
     graph = _Graph(ops, inputs, outputs, nbytes, memory_bandwidth)
     tail = tail_of(ops, graph.before)
     sums = joined_sums(ops, graph.before, tail, outputs, nbytes, joins)
-    graph.build([*sums, *graph.joined_gathers(tail, joins.most_bytes)])
+    graph.build(tail, [*sums, *graph.joined_gathers(tail, joins.most_bytes)])
     begins, ends = dict[int, float](), dict[int, float]()
     for place, (number, is_end) in enumerate(scheduled(graph.kernels)):
         times = ends if is_end else begins
@@ -116,6 +116,8 @@ class _Graph:
         self.kernels: list[Kernel] = []
         self.members: dict[int, list[int]] = {}
         """The ops of each kernel, and of each collective."""
+        self._parts: dict[int, int] = {}
+        """The kernel that each is one with that stands for what it made of that."""
         self._given: dict[Key, int] = {}
         """The kernel that makes or is each array."""
         self._formed: dict[Hashable, int] = {}
@@ -146,8 +148,8 @@ class _Graph:
             found[kind] = group, total + size
         yield from (group for group, _ in found.values())
 
-    def build(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make the kernels; `groups` are the collectives that are one."""
+    def build(self, tail: Sequence[bool], groups: Sequence[Sequence[int]]) -> None:
+        """Make the kernels; `groups` are the collectives that are one, and `tail` is what only results need."""
         leader = {number: group[-1] for group in groups for number in group}
         for key in dict.fromkeys(self.inputs):
             self._given[key] = self._add(Kernel(needs=[], is_free=True))
@@ -171,7 +173,9 @@ class _Graph:
                 self.kernels[kernel].needs = self._needs_of(_read(op))
             else:
                 self._complete(kernel, self.members[kernel])
-        self._join_siblings()
+        self._join(self._siblings())
+        self._join(self._readers())
+        self._turn_round(tail)
 
     def _add(self, kernel: Kernel) -> int:
         self.kernels.append(kernel)
@@ -227,15 +231,16 @@ class _Graph:
     def _seconds(self, members: Sequence[int]) -> float:
         ops = [self.ops[number] for number in members]
         if ops[0].collective:
+            if not any(op.results for op in ops):
+                return NO_ESTIMATE_S
             seconds = [op.seconds or 0.0 for op in ops]
             return sum(seconds) - (len(seconds) - 1) * min(seconds)
         if ops[0].seconds is not None:
             return ops[0].seconds
         if any(self.ops[number].reduces_rows for member in members for number in self._fused(member)):
             return NO_ESTIMATE_S
-        arrays = dict.fromkeys(key for number in members for key in self.found[number].reads)
-        made = (key for number in members for key in self.found[number].makes)
-        return sum(self.nbytes[key] for key in (*arrays, *made)) / self.memory_bandwidth
+        moved = {key for number in members for key in (*self.found[number].reads, *self.found[number].makes)}
+        return math.fsum(self.nbytes[key] for key in moved) / self.memory_bandwidth
 
     def _fused(self, number: int) -> tuple[int, ...]:
         """Return the ops that are in the kernel of one, itself included."""
@@ -292,23 +297,55 @@ class _Graph:
                 extents.update(dict.fromkeys(_made(op), found[number]))
         return found
 
-    def _join_siblings(self) -> None:
-        """Make kernels one that are siblings: at one level, where neither needs the other."""
+    def _siblings(self) -> dict[int, int]:
+        """Return the kernel that each is one with that reads the same array: at one level neither needs the other."""
         levels = self._levels()
-        loops: dict[Hashable, list[int]] = {}
-        for kernel, (number, *others) in self.members.items():
-            op = self.ops[number]
-            if others or op.kind not in ("reduction", "fused") or op.extent <= _FEW_NUMBERS or self._reads_rows(number):
-                continue
-            for need in self.kernels[kernel].needs:
-                loops.setdefault((need, op.extent, levels[kernel]), []).append(kernel)
+        readers: dict[Hashable, list[int]] = {}
+        for kernel in self.members:
+            if (extent := self._loop(kernel)) > 0:
+                for need in self.kernels[kernel].needs:
+                    readers.setdefault((need, extent, levels[kernel]), []).append(kernel)
         joined: dict[int, int] = {}
-        for kernels in loops.values():
-            first, *others = dict.fromkeys(_last(joined, kernel) for kernel in kernels)
+        for siblings in readers.values():
+            first, *others = dict.fromkeys(_last(joined, kernel) for kernel in siblings)
             for other in others:
                 low, high = sorted((first, other))
                 joined[low] = first = high
-        self._join(joined)
+        return joined
+
+    def _readers(self) -> dict[int, int]:
+        """Return the kernel that each is one with of which it reads what that writes for others, too.
+
+        All else that it needs is there before that.
+        """
+        levels = self._levels()
+        joined: dict[int, int] = {}
+        for kernel in sorted(self.members, key=levels.__getitem__):
+            extent = self._loop(kernel)
+            if extent <= 0:
+                continue
+            needs = {_last(joined, self._parts.get(need, need)) for need in self.kernels[kernel].needs}
+            for need in sorted(needs):
+                there = all(levels[other] < levels[need] for other in needs if other != need)
+                if there and self._loop(need) == extent and self._writes_for(need, kernel):
+                    joined[kernel] = need
+                    break
+        return joined
+
+    def _loop(self, kernel: int) -> float:
+        """Return the numbers that the loop of a kernel goes over; 0 if it is none, or one of rows."""
+        numbers = self.members.get(kernel, ())
+        loops = (self.ops[number].kind in ("reduction", "fused") and not self._reads_rows(number) for number in numbers)
+        if not numbers or not all(loops):
+            return 0.0
+        extent, kinds = self.ops[numbers[0]].extent, {self.ops[number].kind for number in numbers}
+        return extent if extent > _FEW_NUMBERS or kinds == {"fused"} else 0.0
+
+    def _writes_for(self, kernel: int, reader: int) -> bool:
+        """Return true if what is read of a kernel is written as its loop goes on, and not when that is done."""
+        read = {key for number in self.members[reader] for key in self.found[number].reads}
+        made = [number for number in self.members[kernel] if not read.isdisjoint(self.found[number].makes)]
+        return bool(made) and all(self.ops[number].kind == "fused" for number in made)
 
     def _join(self, joined: Mapping[int, int]) -> None:
         for kernel in sorted(joined):
@@ -317,9 +354,29 @@ class _Graph:
             into.needs = list(dict.fromkeys((*into.needs, *self.kernels[kernel].needs)))
             into.position = max(into.position, self.kernels[kernel].position)
             self.kernels[kernel] = Kernel(needs=[_last(joined, kernel)], is_free=True)
+            self._parts[kernel] = _last(joined, kernel)
         for kernel in {_last(joined, kernel) for kernel in joined}:
+            self.kernels[kernel].needs = [
+                need for need in self.kernels[kernel].needs if self._parts.get(need, need) != kernel
+            ]
             self.members[kernel].sort()
             self.kernels[kernel].seconds = self._seconds(self.members[kernel])
+
+    def _turn_round(self, tail: Sequence[bool]) -> None:
+        """Turn round the order of what is behind collectives that only results take.
+
+        The scheduler is given a program that was ordered for memory: there sums of last results came first in three of
+        three programs that were compiled, and their updates with them.
+        """
+        behind: set[int] = set()
+        for number, before in enumerate(self.before):
+            if tail[number] and any(
+                other in behind or (tail[other] and self.ops[other].collective) for other in before
+            ):
+                behind.add(number)
+        for kernel, members in self.members.items():
+            if behind.issuperset(members):
+                self.kernels[kernel].position = 2 * len(self.ops) - self.kernels[kernel].position
 
     def _levels(self) -> list[int]:
         """Return the most kernels that stand in front of each, what is free aside."""

@@ -52,6 +52,7 @@ from autopar.compiler.memory.allocation import (
 from autopar.compiler.memory.latency_hiding import NO_ESTIMATE_S
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.memory.merged_products import kept_products
+from autopar.compiler.memory.ordering import SUMS
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
     made_elsewhere,
@@ -512,7 +513,7 @@ class _Lister:
                     results,
                     collective=kind,
                     seconds=self._reshard_s(action) if kind else None,
-                    steps=self._combined_as(steps),
+                    steps=(*self._combined_as(steps), action.aval.dtype) if kind in SUMS else self._combined_as(steps),
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
                     keeps_order=kind in _KEEP_ORDER,
                     behind_barrier=action.after is not None,
@@ -559,7 +560,7 @@ class _Lister:
                     seconds=NO_ESTIMATE_S,
                 )
 
-    def _combined_as(self, steps: Sequence[ReshardStep]) -> Hashable:
+    def _combined_as(self, steps: Sequence[ReshardStep]) -> tuple[ReshardStep, ...]:
         """Return what is equal for collectives that may be one: where XLA scatters the outermost dimension, any is."""
         if not self.machine.gathers_outermost:
             return tuple(steps)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.memory.liveness import Key, Op
 
-_SUMS = ("reduce-scatter", "all-reduce")
+SUMS = ("reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def order_ops(
     held = dict[int, float](last_read)
     deferred = _large(ops, before, nbytes, groups) if for_memory else dict[int, float]()
     slices = _slices(ops) if for_memory else frozenset[int]()
-    beside = [bool(op.collective) and (joins.scatters_sums or op.collective not in _SUMS) for op in ops]
+    beside = [bool(op.collective) and (joins.scatters_sums or op.collective not in SUMS) for op in ops]
     times = _times(ops, before, tail, beside, held, deferred, slices)
     held = {number: max(last, times[last]) for number, last in last_read.items()}
     for group in groups:
@@ -96,7 +96,7 @@ def joined_sums(
             continue
         if any(other in behind or ops[other].collective for other in before[number] if tail[other]):
             behind.add(number)
-        elif op.collective in _SUMS and op.results:
+        elif op.collective in SUMS:
             size = sum(nbytes[key] for key in (op.results if joins.scatters_sums else op.reads))
             group, total = open_groups.get(op.steps, ([], 0.0))
             if total + size > joins.most_bytes:

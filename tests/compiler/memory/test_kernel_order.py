@@ -146,3 +146,32 @@ def test_what_nothing_reads_stands_behind_what_it_reads():
     form = Op("form", ("a",), ("form_of_a",))
     found = ordered([*backward()[:1], form, *backward()[1:]], ["end", "dw"])
     assert place_of(found, "form_of_a") == place_of(found, "a") + 1
+
+
+def test_an_update_is_one_kernel_which_reads_what_it_writes():
+    total = apart("dw", "sw", collective="all-reduce", steps="sum")
+    momentum = Op("fused", ("sw", "m"), ("new_m",), extent=4096.0)
+    update = Op("fused", ("new_m", "w"), ("new_w",), extent=4096.0)
+    other = apart("w2", "other", 2.0)
+    found = ordered([*backward(), total, momentum, update, other], ["end", "new_m", "new_w", "other"])
+    assert place_of(found, "new_w") == place_of(found, "new_m") + 1
+
+
+def test_a_loss_is_summed_with_gradients_of_its_type():
+    gradient = apart("dw", "sw", collective="all-reduce", steps=("sum", "float32"))
+    loss = Op("reduction", ("end",), (), small_results=("loss",), extent=512.0)
+    for dtype, joined in (("float32", True), ("bfloat16", False)):
+        total = Op(
+            "apart", (), (), waits_for=("loss",), small_results=("total",), collective="all-reduce", seconds=1e-5
+        )
+        total = total._replace(steps=("sum", dtype))
+        found = ordered([*backward(), gradient, loss, total], ["sw", "total"])
+        assert (abs(place_of(found, "sw") - place_of(found, "total")) == 1) == joined
+
+
+def test_updates_of_last_results_come_first():
+    gradients = [apart("a", f"d{name}") for name in "xy"]
+    sums = [apart(f"d{n}", f"s{n}", 1.0, collective="all-reduce", steps=("sum", n)) for n in "xy"]
+    updates = [Op("fused", (f"s{name}", name), (f"new_{name}",), extent=4096.0) for name in "xy"]
+    found = ordered([apart("start", "a"), *gradients, *sums, *updates], ["new_x", "new_y"])
+    assert place_of(found, "new_y") < place_of(found, "new_x")
