@@ -324,7 +324,7 @@ class _Graph:
             extent = self._loop(kernel)
             if extent <= 0:
                 continue
-            needs = {_last(joined, self._parts.get(need, need)) for need in self.kernels[kernel].needs}
+            needs = {_last(joined, _last(self._parts, need)) for need in self.kernels[kernel].needs}
             for need in sorted(needs):
                 there = all(levels[other] < levels[need] for other in needs if other != need)
                 if there and self._loop(need) == extent and self._writes_for(need, kernel):
@@ -357,7 +357,7 @@ class _Graph:
             self._parts[kernel] = _last(joined, kernel)
         for kernel in {_last(joined, kernel) for kernel in joined}:
             self.kernels[kernel].needs = [
-                need for need in self.kernels[kernel].needs if self._parts.get(need, need) != kernel
+                need for need in self.kernels[kernel].needs if _last(self._parts, need) != kernel
             ]
             self.members[kernel].sort()
             self.kernels[kernel].seconds = self._seconds(self.members[kernel])

@@ -96,7 +96,7 @@ def joined_sums(
             continue
         if any(other in behind or ops[other].collective for other in before[number] if tail[other]):
             behind.add(number)
-        elif op.collective in SUMS:
+        elif op.collective in SUMS and (op.results or op.small_results):
             size = sum(nbytes[key] for key in (op.results if joins.scatters_sums else op.reads))
             group, total = open_groups.get(op.steps, ([], 0.0))
             if total + size > joins.most_bytes:
@@ -110,7 +110,7 @@ def joined_sums(
 
 def _walk(ops: Sequence[Op], outputs: Sequence[Key]) -> list[int]:
     """Return the ops, each behind all that it reads, in the order in which results lead to them; then all others."""
-    makers = {key: number for number, op in enumerate(ops) for key in op.results}
+    makers = {key: number for number, op in enumerate(ops) for key in (*op.results, *op.small_results)}
     found = dict[int, None]()
     entered: set[int] = set()
     for key in outputs:
@@ -121,7 +121,8 @@ def _walk(ops: Sequence[Op], outputs: Sequence[Key]) -> list[int]:
                 found.setdefault(left.pop())
                 continue
             entered.add(number)
-            left += [makers[read] for read in reversed(ops[number].reads) if makers.get(read, number) not in entered]
+            reads = reversed((*ops[number].reads, *ops[number].waits_for))
+            left += [makers[read] for read in reads if makers.get(read, number) not in entered]
     return [*found, *(number for number in range(len(ops)) if number not in found)]
 
 

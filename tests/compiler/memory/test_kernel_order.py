@@ -1,5 +1,6 @@
 """The kernels that the latency-hiding scheduler is given, and what each of them needs."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -175,3 +176,36 @@ def test_updates_of_last_results_come_first():
     updates = [Op("fused", (f"s{name}", name), (f"new_{name}",), extent=4096.0) for name in "xy"]
     found = ordered([apart("start", "a"), *gradients, *sums, *updates], ["new_x", "new_y"])
     assert place_of(found, "new_y") < place_of(found, "new_x")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_op_stands_behind_what_it_reads(seed: int):
+    rng = random.Random(seed)
+    ops: list[Op] = []
+    for number in range(80):
+        made = [f"v{other}" for other in range(number)]
+        near = rng.sample(made[-12:], k=min(len(made), rng.randint(1, 3))) if made else ["input"]
+        kind = rng.choice(["fused", "fused", "fused", "reduction", "apart", "collective"])
+        extent = rng.choice([512.0, 4096.0, 4096.0])
+        if kind == "collective":
+            name = rng.choice(["all-gather", "all-reduce", "reduce-scatter"])
+            op = Op("apart", (near[0],), (), collective=name, seconds=1e-5, steps=("sum",), extent=extent)
+        else:
+            op = Op(kind, tuple(near), (), extent=extent, reduces_rows=kind == "reduction" and rng.random() < 0.4)
+        small = rng.random() < 0.2
+        ops.append(op._replace(**{"small_results" if small else "results": (f"v{number}",)}))
+    small = {key for op in ops for key in op.small_results}
+    split = [
+        op._replace(
+            reads=tuple(key for key in op.reads if key not in small),
+            waits_for=tuple(key for key in op.reads if key in small),
+        )
+        for op in ops
+    ]
+    outputs = [key for op in rng.sample(split, k=20) for key in op.results]
+    found = ordered(split, outputs)
+    there = {"input"}
+    for op in found:
+        own = next(each for each in split if (each.results, each.small_results) == (op.results, op.small_results))
+        assert there.issuperset((*own.reads, *own.waits_for))
+        there.update((*op.results, *op.small_results))
