@@ -72,8 +72,6 @@ _INCOMPLETE = {
 _WIDENINGS = range(1, 65)
 _GATHERS_ARE_SHARED = 2022
 """Since then compilers share what is gathered to compute a layer again with its backward pass."""
-_SCHEDULES_FOR_MEMORY = 2023
-"""Since then, as far as is known, compilers for GPUs have large gradients wait for the end."""
 _PRODUCTS_WRITE_SUMS = 2023
 """Since then, as far as is known, products write their sums with arrays that others read, by cuBLASLt."""
 _PRESENT = 9999
@@ -192,7 +190,6 @@ def _machine(row: Row) -> Machine:
         machine,
         combined_bytes=combined_bytes,
         memory_bytes=settings.memory_share * machine.memory_bytes,
-        schedules_for_memory=machine.schedules_for_memory and year >= _SCHEDULES_FOR_MEMORY,
         product_sums=machine.product_sums and year >= _PRODUCTS_WRITE_SUMS,
     )
 

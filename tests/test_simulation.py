@@ -137,7 +137,8 @@ def test_a_plan_on_one_mesh_takes_its_modelled_step_and_memory(method):
     assert report.compute_s + report.collective_s == pytest.approx(sharding.step_time_s)
     assert report.compute_s > 0 < report.collective_s
     assert report.bubble_fraction == pytest.approx(0, abs=1e-9)
-    assert report.peak_bytes == pytest.approx(sharding.peak_bytes, abs=1)
+    # The loss and the count of steps are too small to count among what an estimate holds.
+    assert report.peak_bytes == pytest.approx(sharding.peak_bytes, abs=8)
     assert report.counts_temporaries
 
 

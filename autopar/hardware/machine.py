@@ -254,7 +254,7 @@ class Machine:
     schedules_for_latency: bool = False
     """True if XLA puts work behind collectives by its defaults, and keeps until then what it reads, fit or not."""
     schedules_for_memory: bool = True
-    """True if XLA, where it does not schedule for latency, puts large gradients last; else they stand as written."""
+    """True if XLA orders kernels so that few bytes are in memory, if not for latency; else they stand as written."""
     product_sums: bool = True
     """True if XLA has matrix products write their sum with what is added to them, whoever else reads that."""
     fuses_products: bool = False

@@ -157,7 +157,7 @@ def test_compilers_of_2021_gather_parameters_once_more_for_the_backward_pass():
 def test_rows_are_predicted_by_the_rules_of_the_compiler_that_was_measured():
     cells = {"machine": "p3.16xlarge"}
     before, since = (case(**cells, stack=f"XLA of {date}").machine for date in ("2021-12", "2023-12"))
-    assert (before.schedules_for_memory, since.schedules_for_memory) == (False, True)
+    assert before.schedules_for_memory and since.schedules_for_memory
     assert (before.product_sums, since.product_sums) == (False, True)
     alpa = case(**cells, stack="Alpa with its own XLA fork, 2021-12").machine
     assert (alpa.combined_bytes, alpa.memory_bytes) == (2**60, 0.9 * since.memory_bytes)

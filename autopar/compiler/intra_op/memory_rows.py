@@ -23,6 +23,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import Moment, alive, worst_moments
+from autopar.compiler.memory.joined_collectives import JoinedArray
 from autopar.compiler.memory.listing import BlockValue, listed_step
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.problem import Row
@@ -206,10 +207,13 @@ def _kept(moment: Moment, forms: Forms) -> Iterator[tuple[BlockValue, BlockValue
     lives, time = moment.program.lives, moment.time
     wanted: dict[Any, list[BlockValue]] = {}
     for form, life in lives.parts.items():
-        assert isinstance(form, BlockValue)
-        if life.start <= time < life.stop:
+        if isinstance(form, BlockValue) and life.start <= time < life.stop:
             wanted.setdefault(lives.roots.get(form, form), []).append(form)
     for root in alive(moment):
+        if isinstance(root, JoinedArray):
+            parts = root.parts if moment.program.nbytes[root] else ()
+            yield from ((part, None) for part in parts if isinstance(part, BlockValue))
+            continue
         assert isinstance(root, BlockValue)
         mine = wanted.get(root, [root])
         first: BlockValue | None = None

@@ -20,9 +20,9 @@ from functools import cached_property
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.memory.joined_collectives import JoinedCollectives, join_collectives
 from autopar.compiler.memory.kernel_order import order_kernels
 from autopar.compiler.memory.liveness import Key, Lifetime, Lifetimes, Op, lifetimes
-from autopar.compiler.memory.ordering import JoinedCollectives, order_ops
 from autopar.compiler.spmd.local_program import Action
 from autopar.hardware.machine import Machine
 
@@ -62,16 +62,15 @@ class MemoryProgram:
         inputs = [key for key in self.inputs if key is not None]
         outputs = [key for key in self.outputs if key is not None]
         joins = JoinedCollectives(scatters_sums=machine.scatters_sums, most_bytes=machine.combined_bytes)
-        if machine.schedules_for_latency and any(op.collective for op in self.ops):
-            found = order_kernels(self.ops, inputs, outputs, self.nbytes, joins, machine.memory_bandwidth)
-        else:
-            taken = [*replaced(self.inputs, self.outputs, self.border)]
-            for_memory = machine.schedules_for_memory
-            found = order_ops(self.ops, outputs, self.nbytes, joins, taken, for_memory=for_memory)
-        places = {number: place for place, number in enumerate(found.order)}
+        joined = join_collectives(self.ops, outputs, self.nbytes, joins)
+        nbytes = {**self.nbytes, **joined.nbytes}
+        taken = [*replaced(self.inputs, self.outputs, self.border)]
+        found = order_kernels(joined.ops, inputs, outputs, nbytes, taken, machine)
+        origins = [joined.origins[number] for number in found.order]
+        places = {number: place for place, number in enumerate(origins)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
-        actions = [self.actions[number] for number in found.order]
-        return replace(self, ops=found.ops, inner=inner, actions=actions)
+        actions = [self.actions[number] for number in origins]
+        return replace(self, ops=found.ops, inner=inner, actions=actions, nbytes=nbytes)
 
     @cached_property
     def lives(self) -> Lifetimes:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from autopar.compiler.frontend.scopes import as_written
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.allocation import MemoryProgram, Moment, alive, worst_moments
+from autopar.compiler.memory.joined_collectives import JoinedArray
 from autopar.compiler.memory.listing import BlockValue, listed_step
 from autopar.compiler.memory.liveness import Op
 from autopar.compiler.resharding.steps import collective_of
@@ -120,8 +121,11 @@ def _in_memory(moment: Moment, mesh: LogicalMesh) -> Iterator[tuple[str, float]]
     program = moment.program
     makers = {key: label.text for op, label in _labeled(program) for key in op.results}
     for key in alive(moment):
-        assert isinstance(key, BlockValue)
-        yield f"{makers.get(key, 'slice')}: {_described(key.value, mesh)}", program.nbytes[key]
+        if isinstance(key, JoinedArray):
+            yield f"{len(key.parts)} sums in one array", program.nbytes[key]
+        else:
+            assert isinstance(key, BlockValue)
+            yield f"{makers.get(key, 'slice')}: {_described(key.value, mesh)}", program.nbytes[key]
     if moment.inside is not None:
         yield from _in_memory(moment.inside, mesh)
 

@@ -1,8 +1,8 @@
-"""Put the ops of a program into the order in which a compiler runs its kernels that hides collectives behind them.
+"""Put the ops of a program into the order in which a compiler runs its kernels.
 
     ops in the order of the program  ->  ops in the order of the compiler
 
-The ops are fused into kernels first, and what the latency-hiding scheduler places are these:
+The ops are fused into kernels first, and what is ordered are these:
 
     kernels            of ops that stand apart, and of fused ones whose results reach memory; with them, all that is
                        fused into them
@@ -10,30 +10,41 @@ The ops are fused into kernels first, and what the latency-hiding scheduler plac
                        that reads it: these are no kernels
     loops              kernels of loops of one size that read the same array, or of which one reads what the other
                        writes, are one; not losses of few numbers
-    collectives        sums are joined up to a size, in the order of the results of the program; gathers are where
-                       they stand behind as many others
     free               inputs; results of a collective with several; operands of products in which dimensions are
                        merged, once for all that read them so; the operands of a region that is computed again, before
                        which it reads nothing from outside
 
-What a kernel takes is what its machine moves in memory, but for products; kernels that reduce rows take nothing, as XLA
-does not estimate them. What a collective sends is kept until it is done, behind all that hides it.
+They are scheduled for memory first, where a compiler does so, and then for latency. What a kernel takes is what its
+machine moves in memory, but for products; kernels that reduce rows take nothing, as XLA does not estimate them. What a
+collective sends is kept until it is done, behind all that hides it, unless it is written over.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from autopar.compiler.memory import liveness
+from autopar.compiler.memory.joined_collectives import made_by, predecessors, read_by, tail_of
 from autopar.compiler.memory.latency_hiding import NO_ESTIMATE_S, Kernel, in_order, scheduled
 from autopar.compiler.memory.liveness import Key, Op
-from autopar.compiler.memory.ordering import JoinedCollectives, OpOrder, joined_sums, tail_of
+from autopar.compiler.memory.memory_scheduling import as_written, scheduled_for_memory
+from autopar.hardware.machine import Machine
 
 _FEW_NUMBERS = 1024
 """Most numbers whose sum, as a loss, has a kernel of its own: of six GPTs compiled."""
 _MOVES_NOTHING = ("view", "form", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpOrder:
+    """Operations in a new order."""
+
+    ops: list[Op]
+    order: list[int]
+    """The number that each op had before."""
 
 
 def order_kernels(
@@ -41,19 +52,30 @@ def order_kernels(
     inputs: Sequence[Key],
     outputs: Sequence[Key],
     nbytes: Mapping[Key, float],
-    joins: JoinedCollectives,
-    memory_bandwidth: float,
+    taken: Sequence[tuple[Key, Key]],
+    machine: Machine,
 ) -> OpOrder:
-    """Return the ops as the compiler orders their kernels.
+    """Return the ops as the compiler for a machine orders their kernels.
 
-    `nbytes` are those of all arrays. `memory_bandwidth` in bytes/s: by it kernels take their time.
+    `nbytes` are those of all arrays, `taken` the results that are written over inputs, with these.
     """
-    graph = _Graph(ops, inputs, outputs, nbytes, memory_bandwidth)
-    tail = tail_of(ops, graph.before)
-    sums = joined_sums(ops, graph.before, tail, outputs, nbytes, joins)
-    graph.build(tail, [*sums, *graph.joined_gathers(tail, joins.most_bytes)])
+    graph = _Graph(ops, inputs, outputs, nbytes, machine.memory_bandwidth)
+    kernels, roots = graph.kernels, graph.roots
+    sums = [n for n, members in graph.members.items() if ops[members[0]].collective not in ("", "all-gather")]
+    if machine.schedules_for_memory:
+        results = [roots.get(key, key) for key in outputs]
+        placed = scheduled_for_memory(kernels, nbytes, results, {roots.get(key, key) for key, _ in taken}, sums)
+    else:
+        placed = as_written(kernels, graph.tail(), graph.last_reads(taken), () if machine.scatters_sums else sums)
+    if machine.schedules_for_latency and any(kernel.is_collective for kernel in kernels):
+        for place, (number, is_end) in enumerate(placed):
+            if is_end:
+                kernels[number].end_position = place
+            else:
+                kernels[number].position = place
+        placed = scheduled(kernels)
     begins, ends = dict[int, float](), dict[int, float]()
-    for place, (number, is_end) in enumerate(scheduled(graph.kernels)):
+    for place, (number, is_end) in enumerate(placed):
         times = ends if is_end else begins
         times.update(dict.fromkeys(graph.members.get(number, ()), place))
     times = _as_late(graph.before, begins)
@@ -82,6 +104,8 @@ def _kept(graph: _Graph, order: Sequence[int], times: Sequence[float], ends: Map
     found = [graph.ops[number] for number in order]
     placed = [times[number] for number in order]
     for number, end in ends.items():
+        if graph.ops[number].over:
+            continue
         last = bisect_left(placed, end) - 1
         while last >= 0 and (order[last] not in graph.found or found[last].kind in _MOVES_NOTHING):
             last -= 1
@@ -92,7 +116,7 @@ def _kept(graph: _Graph, order: Sequence[int], times: Sequence[float], ends: Map
 
 
 class _Graph:
-    """The kernels of a program, and what each of them needs."""
+    """The kernels of a program, and what each of them needs, reads and makes."""
 
     def __init__(
         self,
@@ -102,11 +126,11 @@ class _Graph:
         nbytes: Mapping[Key, float],
         memory_bandwidth: float,
     ) -> None:
-        self.ops, self.inputs, self.outputs, self.nbytes = ops, inputs, outputs, nbytes
+        self.ops, self.outputs, self.nbytes = ops, outputs, nbytes
         self.memory_bandwidth = memory_bandwidth
         self.found = liveness.kernels(ops, inputs, outputs, nbytes)
-        self.maker = {key: number for number, op in enumerate(ops) for key in (*op.results, *op.small_results)}
-        self.before = [{self.maker[key] for key in _read(op) if key in self.maker} for op in ops]
+        self.maker = {key: number for number, op in enumerate(ops) for key in made_by(op)}
+        self.before = predecessors(ops)
         self.roots: dict[Key, Key] = {}
         for op in ops:
             if op.kind in ("view", "form"):
@@ -122,36 +146,12 @@ class _Graph:
         """The kernel that makes or is each array."""
         self._formed: dict[Hashable, int] = {}
         """The free kernel that is each array in a form in which products read it."""
-        self._needed: dict[Key, list[int]] = {}
-        """The kernels that are needed for each array that is never in memory."""
+        self._origins: dict[Key, tuple[Key, ...]] = {}
+        """The arrays in memory that each is computed from which is never there."""
+        self._build(inputs)
 
-    def joined_gathers(self, tail: Sequence[bool], most_bytes: float) -> Iterator[list[int]]:
-        """Yield the gathers that are one collective: those behind as many others, which do not need each other.
-
-        None of the `tail`, of what is updated, is one with others: these are behind sums, which are joined, too.
-        """
-        depths = [0] * len(self.ops)
-        found: dict[Hashable, tuple[list[int], float]] = {}
-        for number, op in enumerate(self.ops):
-            depths[number] = max((depths[o] + bool(self.ops[o].collective) for o in self.before[number]), default=0)
-            if op.collective != "all-gather" or number not in self.found or not op.results:
-                continue
-            axes = tuple(getattr(step, "axes", None) for step in op.steps) if isinstance(op.steps, tuple) else op.steps
-            kind = (axes, depths[number], tail[number])
-            size = sum(self.nbytes[key] for key in op.results)
-            group, total = found.get(kind, ([], math.inf))
-            if total + size > most_bytes:
-                if group:
-                    yield group
-                group, total = [], 0.0
-            group.append(number)
-            found[kind] = group, total + size
-        yield from (group for group, _ in found.values())
-
-    def build(self, tail: Sequence[bool], groups: Sequence[Sequence[int]]) -> None:
-        """Make the kernels; `groups` are the collectives that are one, and `tail` is what only results need."""
-        leader = {number: group[-1] for group in groups for number in group}
-        for key in dict.fromkeys(self.inputs):
+    def _build(self, inputs: Sequence[Key]) -> None:
+        for key in dict.fromkeys(inputs):
             self._given[key] = self._add(Kernel(needs=[], is_free=True))
         ids: dict[int, int] = {}
         for number, op in enumerate(self.ops):
@@ -159,47 +159,68 @@ class _Graph:
                 kernel = ids[number] = self._add(Kernel(needs=[], is_free=True))
                 self._given.update(dict.fromkeys(op.small_results, kernel))
             elif number in self.found:
-                first = leader.get(number, number)
-                if first not in ids:
-                    position = number if op.collective == "all-gather" else first
-                    ids[first] = self._add(Kernel(needs=[], is_collective=bool(op.collective), position=position))
-                self.members.setdefault(ids[first], []).append(number)
-        for kernel, members in self.members.items():
-            self._give(kernel, members)
-        self._trace()
+                ids[number] = self._add(
+                    Kernel(
+                        needs=[],
+                        is_collective=bool(op.collective),
+                        position=number,
+                        is_in_place=op.over,
+                        makes=[*self.found[number].makes, *op.small_results],
+                    )
+                )
+                self.members[ids[number]] = [number]
+                self._give(ids[number])
+        for op in self.ops:
+            keys = [key for key in made_by(op) if key not in self._given and key not in self.roots]
+            if keys:
+                self._origins.update(dict.fromkeys(keys, self._in_memory(read_by(op))))
         for number, kernel in ids.items():
             op = self.ops[number]
             if op.kind == "barrier":
-                self.kernels[kernel].needs = self._needs_of(_read(op))
+                self.kernels[kernel].needs = self._makers(self._in_memory(read_by(op)))
             else:
-                self._complete(kernel, self.members[kernel])
+                self._complete(kernel, number)
         self._join(self._siblings())
         self._join(self._readers())
-        self._turn_round(tail)
+
+    def tail(self) -> set[int]:
+        """Return the kernels that lead to results only, with no product, loop or barrier in between."""
+        tail = tail_of(self.ops, self.before)
+        return {kernel for kernel, members in self.members.items() if all(tail[number] for number in members)}
+
+    def last_reads(self, taken: Sequence[tuple[Key, Key]]) -> dict[int, list[int]]:
+        """Return, by kernel that writes over an input, the others that read this."""
+        readers: dict[Key, list[int]] = {}
+        for number, kernel in enumerate(self.kernels):
+            for key in kernel.reads:
+                readers.setdefault(key, []).append(number)
+        found: dict[int, list[int]] = {}
+        for result, old in taken:
+            if (given := self._given.get(self.roots.get(result, result))) is not None:
+                maker = _last(self._parts, given)
+                found.setdefault(maker, []).extend(each for each in readers.get(old, ()) if each != maker)
+        return found
 
     def _add(self, kernel: Kernel) -> int:
         self.kernels.append(kernel)
         return len(self.kernels) - 1
 
-    def _give(self, kernel: int, members: Sequence[int]) -> None:
-        """Note what a kernel makes; each result of several collectives that are one is taken out of what they make."""
-        for number in members:
-            op = self.ops[number]
-            given = kernel
-            if op.collective and len(members) > 1:
-                given = self._add(Kernel(needs=[kernel], is_free=True))
-            self._given.update(dict.fromkeys((*self.found[number].makes, *op.small_results), given))
+    def _give(self, kernel: int) -> None:
+        """Note what a kernel makes; each of several results of a collective is taken out of what it makes."""
+        made = self.kernels[kernel]
+        for key in made.makes:
+            is_one = len(made.makes) == 1 or not made.is_collective
+            self._given[key] = kernel if is_one else self._add(Kernel(needs=[kernel], is_free=True))
 
-    def _complete(self, kernel: int, members: Sequence[int]) -> None:
-        """Set what a kernel needs, and what it takes."""
-        needs: list[int] = []
-        for number in members:
-            op, inside = self.ops[number], self._fused(number)
-            needs += self._formed_needs(op) if any(op.forms) else self._needs_of(self.found[number].reads)
-            needs += self._needs_of([key for other in inside for key in self.ops[other].waits_for])
-        found = self.kernels[kernel]
-        found.needs = [need for need in dict.fromkeys(needs) if need != kernel]
-        found.seconds = self._seconds(members)
+    def _complete(self, kernel: int, number: int) -> None:
+        """Set what a kernel needs, reads and takes."""
+        op, found = self.ops[number], self.kernels[kernel]
+        waits_for = self._in_memory(key for other in self._fused(number) for key in self.ops[other].waits_for)
+        reads = self._in_memory(self.found[number].reads)
+        needs = self._formed_needs(op) if any(op.forms) else self._makers(reads)
+        found.needs = [need for need in dict.fromkeys((*needs, *self._makers(waits_for))) if need != kernel]
+        found.reads = [key for key in dict.fromkeys((*reads, *waits_for)) if key not in found.makes]
+        found.seconds = self._seconds(kernel)
 
     def _formed_needs(self, op: Op) -> list[int]:
         """Return the operands of a product in the forms in which it reads them."""
@@ -207,40 +228,36 @@ class _Graph:
         for key, form in zip(op.reads, op.forms, strict=True):
             place = self.roots.get(key, key)
             if form is None:
-                needs += self._needs_of([place])
+                needs += self._makers(self._in_memory((place,)))
             else:
                 if (place, form) not in self._formed:
-                    self._formed[place, form] = self._add(Kernel(needs=self._needs_of([place]), is_free=True))
+                    makers = self._makers(self._in_memory((place,)))
+                    self._formed[place, form] = self._add(Kernel(needs=makers, is_free=True))
                 needs.append(self._formed[place, form])
         return needs
 
-    def _needs_of(self, keys: Sequence[Key]) -> list[int]:
-        return list(dict.fromkeys(kernel for key in keys for kernel in self._kernels_of(key)))
+    def _in_memory(self, keys: Iterable[Key]) -> tuple[Key, ...]:
+        """Return the arrays in memory that some are, or are computed from."""
+        found = dict[Key, None]()
+        for key in keys:
+            root = self.roots.get(key, key)
+            found.update(dict.fromkeys((root,) if root in self._given else self._origins.get(root, ())))
+        return tuple(found)
 
-    def _trace(self) -> None:
-        """Find the kernels that make all that each array is computed from which is never in memory."""
-        for op in self.ops:
-            keys = [key for key in _made(op) if key not in self._given and key not in self.roots]
-            if keys:
-                self._needed.update(dict.fromkeys(keys, self._needs_of(_read(op))))
+    def _makers(self, keys: Iterable[Key]) -> list[int]:
+        return list(dict.fromkeys(self._given[key] for key in keys))
 
-    def _kernels_of(self, key: Key) -> Sequence[int]:
-        key = self.roots.get(key, key)
-        return (self._given[key],) if key in self._given else self._needed.get(key, ())
-
-    def _seconds(self, members: Sequence[int]) -> float:
-        ops = [self.ops[number] for number in members]
-        if ops[0].collective:
-            if not any(op.results for op in ops):
-                return NO_ESTIMATE_S
-            seconds = [op.seconds or 0.0 for op in ops]
-            return sum(seconds) - (len(seconds) - 1) * min(seconds)
-        if ops[0].seconds is not None:
-            return ops[0].seconds
+    def _seconds(self, kernel: int) -> float:
+        members = self.members[kernel]
+        op, found = self.ops[members[0]], self.kernels[kernel]
+        if op.collective:
+            return (op.seconds or 0.0) if op.results else NO_ESTIMATE_S
+        if op.seconds is not None:
+            return op.seconds
         if any(self.ops[number].reduces_rows for member in members for number in self._fused(member)):
             return NO_ESTIMATE_S
-        moved = {key for number in members for key in (*self.found[number].reads, *self.found[number].makes)}
-        return math.fsum(self.nbytes[key] for key in moved) / self.memory_bandwidth
+        moved = (*found.makes, *found.makes) if op.slices else (*found.reads, *found.makes)
+        return math.fsum(self.nbytes.get(key, 0.0) for key in moved) / self.memory_bandwidth
 
     def _fused(self, number: int) -> tuple[int, ...]:
         """Return the ops that are in the kernel of one, itself included."""
@@ -267,12 +284,12 @@ class _Graph:
         for number in self.found:
             op = self.ops[number]
             if op.kind not in ("fused", "reduction") or op.behind_barrier:
-                apart.update(self.roots.get(key, key) for key in _read(op))
-            for key in dict.fromkeys(key for other in self._fused(number) for key in _read(self.ops[other])):
+                apart.update(self.roots.get(key, key) for key in read_by(op))
+            for key in dict.fromkeys(key for other in self._fused(number) for key in read_by(self.ops[other])):
                 readers.setdefault(self.roots.get(key, key), []).append(number)
         rows = self._of_rows(apart)
         for number in sorted(rows, reverse=True):
-            reading = (each for key in _made(self.ops[number]) for each in readers.get(key, ()) if each != number)
+            reading = (each for key in made_by(self.ops[number]) for each in readers.get(key, ()) if each != number)
             if any(each not in rows and self.ops[each].extent < rows[number] for each in reading):
                 del rows[number]
         for number in rows.keys() & self._of_rows(apart, rows).keys():
@@ -285,7 +302,7 @@ class _Graph:
         found: dict[int, float] = {}
         for number, kernel in self.found.items():
             op = self.ops[number]
-            if not apart.isdisjoint(_made(op)) or (among is not None and number not in among):
+            if not apart.isdisjoint(made_by(op)) or (among is not None and number not in among):
                 continue
             small = (self.roots.get(key, key) for other in self._fused(number) for key in self.ops[other].waits_for)
             read = [key for key in (*kernel.reads, *small) if self.maker.get(key) in self.found]
@@ -294,7 +311,7 @@ class _Graph:
             elif op.kind == "fused" and read and all(key in extents for key in read):
                 found[number] = max(extents[key] for key in read)
             if number in found:
-                extents.update(dict.fromkeys(_made(op), found[number]))
+                extents.update(dict.fromkeys(made_by(op), found[number]))
         return found
 
     def _siblings(self) -> dict[int, int]:
@@ -348,35 +365,21 @@ class _Graph:
         return bool(made) and all(self.ops[number].kind == "fused" for number in made)
 
     def _join(self, joined: Mapping[int, int]) -> None:
-        for kernel in sorted(joined):
-            into = self.kernels[_last(joined, kernel)]
-            self.members[_last(joined, kernel)] += self.members.pop(kernel)
-            into.needs = list(dict.fromkeys((*into.needs, *self.kernels[kernel].needs)))
-            into.position = max(into.position, self.kernels[kernel].position)
-            self.kernels[kernel] = Kernel(needs=[_last(joined, kernel)], is_free=True)
-            self._parts[kernel] = _last(joined, kernel)
-        for kernel in {_last(joined, kernel) for kernel in joined}:
-            self.kernels[kernel].needs = [
-                need for need in self.kernels[kernel].needs if _last(self._parts, need) != kernel
-            ]
-            self.members[kernel].sort()
-            self.kernels[kernel].seconds = self._seconds(self.members[kernel])
-
-    def _turn_round(self, tail: Sequence[bool]) -> None:
-        """Turn round the order of what is behind collectives that only results take.
-
-        The scheduler is given a program that was ordered for memory: there sums of last results came first in three of
-        three programs that were compiled, and their updates with them.
-        """
-        behind: set[int] = set()
-        for number, before in enumerate(self.before):
-            if tail[number] and any(
-                other in behind or (tail[other] and self.ops[other].collective) for other in before
-            ):
-                behind.add(number)
-        for kernel, members in self.members.items():
-            if behind.issuperset(members):
-                self.kernels[kernel].position = 2 * len(self.ops) - self.kernels[kernel].position
+        for number in sorted(joined):
+            kernel, into = self.kernels[number], self.kernels[_last(joined, number)]
+            self.members[_last(joined, number)] += self.members.pop(number)
+            into.needs += kernel.needs
+            into.reads += kernel.reads
+            into.makes += kernel.makes
+            into.position = max(into.position, kernel.position)
+            self.kernels[number] = Kernel(needs=[_last(joined, number)], is_free=True)
+            self._parts[number] = _last(joined, number)
+        for number in {_last(joined, number) for number in joined}:
+            kernel = self.kernels[number]
+            kernel.needs = [need for need in dict.fromkeys(kernel.needs) if _last(self._parts, need) != number]
+            kernel.reads = [key for key in dict.fromkeys(kernel.reads) if key not in kernel.makes]
+            self.members[number].sort()
+            kernel.seconds = self._seconds(number)
 
     def _levels(self) -> list[int]:
         """Return the most kernels that stand in front of each, what is free aside."""
@@ -388,17 +391,9 @@ class _Graph:
 
     def _reads_rows(self, number: int) -> bool:
         """Return true if a kernel goes over rows with what a reduction of them gives: another one does that for it."""
-        makers = (self.maker.get(key) for other in self._fused(number) for key in _read(self.ops[other]))
+        makers = (self.maker.get(key) for other in self._fused(number) for key in read_by(self.ops[other]))
         rows = (self.ops[maker] for maker in makers if maker is not None and self.ops[maker].reduces_rows)
         return any(each.extent <= self.ops[number].extent for each in rows)
-
-
-def _read(op: Op) -> tuple[Key, ...]:
-    return (*op.reads, *op.waits_for)
-
-
-def _made(op: Op) -> tuple[Key, ...]:
-    return (*op.results, *op.small_results)
 
 
 def _last(joined: Mapping[int, int], kernel: int) -> int:

@@ -9,11 +9,11 @@ apart; one runs at a time. Of the nodes whose readers are all placed, the next o
     2. one that the program need not wait for; else the one for which it waits the shortest time
     3. no start of a first collective, one behind no other, unless another one's end waits for it
     4. the start of a collective for which another one's end waits
-    5. one behind as many collectives as possible, counted from the beginning
+    5. one behind collectives that take as long as possible, one behind another from the beginning
     6. one that takes as long as is left until something that is waited for is ready, or about that
     7. one that reads what a collective makes
     8. one that is the only reader left of as many nodes as possible
-    9. the last one in the order of the program
+    9. the last one in the order of the program: that in which few bytes are in memory
 
 in this order of importance (`ReadySetLt` of openxla/xla, xla/service/latency_hiding_scheduler.cc).
 """
@@ -23,6 +23,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from autopar.compiler.memory.liveness import Key
 
 NO_ESTIMATE_S = 1e-8
 """Seconds that XLA gives to kernels of which it estimates nothing (`SolLatencyEstimator::NodeCost` of openxla/xla)."""
@@ -41,8 +43,16 @@ class Kernel:
     is_collective: bool = False
     is_free: bool = False
     """True for what no kernel is run for, as an input: it has its place as soon as its readers have."""
+    is_in_place: bool = False
+    """True for a collective that writes over what it sends, and does not keep it until its end."""
     position: int = -1
-    """Its place in the order of the program."""
+    """Its place in the order of the program; of a collective, that of its start."""
+    end_position: int = -1
+    """The place of its end there, if it is a collective."""
+    reads: list[Key] = field(default_factory=list[Key])
+    """The arrays that it reads from memory."""
+    makes: list[Key] = field(default_factory=list[Key])
+    """The arrays that it writes there."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -60,8 +70,8 @@ class _Node:
     readers: list[_Node] = field(default_factory=list["_Node"])
     left: int = 0
     """How many readers are not placed yet."""
-    depth: int = 0
-    """The most collectives in front of it."""
+    depth: float = 0.0
+    """The most seconds that collectives take which stand in front of it, one behind another."""
     ready_s: float = 0.0
     """When it may have its place, counted from the end of the program."""
     reads_collective: bool = False
@@ -103,7 +113,7 @@ def _nodes(kernels: Sequence[Kernel]) -> list[_Node]:
     for number, kernel in enumerate(kernels):
         if kernel.is_collective:
             first.append(_Node(number=number, seconds=0.0, position=kernel.position, starts=kernel.seconds))
-            last.append(_Node(number=number, seconds=0.0, position=kernel.position + 0.5, ends=True))
+            last.append(_Node(number=number, seconds=0.0, position=kernel.end_position, ends=True))
             _join(first[-1], last[-1])
         else:
             node = _Node(number=number, seconds=kernel.seconds, position=kernel.position, is_free=kernel.is_free)
@@ -114,9 +124,9 @@ def _nodes(kernels: Sequence[Kernel]) -> list[_Node]:
             _join(last[other], first[number])
     for number in in_order(kernels):
         node, needs = first[number], kernels[number].needs
-        node.depth = max((last[other].depth for other in needs), default=0)
+        node.depth = max((last[other].depth for other in needs), default=0.0)
         node.reads_collective = any(kernels[other].is_collective for other in needs)
-        last[number].depth = node.depth + kernels[number].is_collective
+        last[number].depth = node.depth + (kernels[number].seconds if kernels[number].is_collective else 0.0)
     return [node for pair in zip(first, last, strict=True) for node in dict.fromkeys(pair)]
 
 

@@ -49,10 +49,10 @@ from autopar.compiler.memory.allocation import (
     stacked_from,
     taken_places,
 )
+from autopar.compiler.memory.joined_collectives import SUMS
 from autopar.compiler.memory.latency_hiding import NO_ESTIMATE_S
 from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.memory.merged_products import kept_products
-from autopar.compiler.memory.ordering import SUMS
 from autopar.compiler.memory.twins import (
     ADDED_TO_ZEROS,
     made_elsewhere,
@@ -146,6 +146,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.scatter_onto_sums()
     if mesh_costs.machine.transposes_operands and mesh_costs.machine.schedules_for_latency:
         lister.merge_products()
+    lister.fill()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
     vacated = lister.hold(replaced(inputs, outputs, border))
     if mesh_costs.machine.copies_state:
@@ -363,14 +364,9 @@ class _Lister:
             self._share_zeros(action)
 
     def _placed(self, op: Op, before: Sequence[Any], results: Sequence[Value]) -> Op:
-        """Return an op with what decides its place alone, where the compiler schedules for latency.
-
-        `before` are its operands, and what it waits for else.
-        """
-        if not self.machine.schedules_for_latency:
-            return op
+        """Return an op with what decides its place alone. `before` are its operands, and what it waits for else."""
         waits_for: list[Hashable] = [self.name(value) for value in before if isinstance(value, Value)]
-        if self.region is not None and not all(map(self._is_own, op.reads)):
+        if self.region is not None and not all(map(self._is_own, (*op.reads, *waits_for))):
             waits_for.append(self.region)
         return op._replace(
             waits_for=tuple(key for key in waits_for if key not in op.reads),
@@ -468,6 +464,27 @@ class _Lister:
             self.ops[number] = Op("fused", (), ())
             self.actions[summing] = self.actions[number]
 
+    def fill(self) -> None:
+        """Make the constants that ops write over: they are in memory before, each for the first one that does."""
+        constants: set[Hashable] = set()
+        made: list[tuple[int, BlockValue]] = []
+        for number, op in enumerate(self.ops):
+            fills = op.kind in ("view", "form", "fused") and op.reads and constants.issuperset(op.reads)
+            if op.kind == "constant" or fills:
+                constants.update(op.results)
+            elif op.kind == "apart" and op.over and op.results and not constants.isdisjoint(op.reads[:1]):
+                constant = op.reads[0]
+                assert isinstance(constant, BlockValue)
+                filled = constant._replace(twin=True)
+                if filled not in self.nbytes:
+                    self.nbytes[filled] = self.nbytes[constant]
+                    made.append((number, filled))
+        for number, filled in reversed(made):
+            self.ops[number] = self.ops[number]._replace(reads=(filled, *self.ops[number].reads[1:]))
+            self.ops.insert(number, Op("apart", (), (filled,)))
+            self.actions.insert(number, self.actions[number])
+            self.inner = {place + (place >= number): programs for place, programs in self.inner.items()}
+
     def _eqns(self) -> list[jc.JaxprEqn | None]:
         """Return the equations of the ops that evaluate one."""
         return [action.eqn if isinstance(action, Evaluate) else None for action in self.actions]
@@ -511,8 +528,10 @@ class _Lister:
                     "apart" if kind else "fused",
                     reads,
                     results,
+                    over=kind == "all-reduce" and self.machine.scatters_sums,
                     collective=kind,
                     seconds=self._reshard_s(action) if kind else None,
+                    latency_s=self._reshard_s(action, share=0.0) if kind else 0.0,
                     steps=(*self._combined_as(steps), action.aval.dtype) if kind in SUMS else self._combined_as(steps),
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
                     keeps_order=kind in _KEEP_ORDER,
@@ -637,7 +656,7 @@ class _Lister:
 
     def _forms(self, action: Evaluate) -> tuple[Hashable, ...]:
         """Return the form in which a product reads each array that it reads."""
-        if not self.machine.schedules_for_latency or action.eqn.primitive.name != "dot_general":
+        if action.eqn.primitive.name != "dot_general":
             return ()
         swapped = not self.swapped.isdisjoint(action.results)
         places = [n for n, operand in enumerate(action.operands) if self.key(operand) is not None]
@@ -649,9 +668,10 @@ class _Lister:
             return 0.0
         return value_bytes(values[0], self.mesh) / values[0].variable.aval.dtype.itemsize
 
-    def _reshard_s(self, action: Reshard) -> float:
+    def _reshard_s(self, action: Reshard, share: float = 1.0) -> float:
+        """Return the seconds that it takes to reshard this share of the array."""
         aval: Any = action.aval
-        return reshard_s(action.source, action.result.layout, aval.shape, aval.dtype.itemsize, self.mesh_costs)
+        return reshard_s(action.source, action.result.layout, aval.shape, share * aval.dtype.itemsize, self.mesh_costs)
 
     def _keys(self, *values: Any) -> tuple[BlockValue, ...]:
         return tuple(key for value in values if (key := self.key(value)) is not None)

@@ -73,6 +73,8 @@ class Op(NamedTuple):
     seconds: float | None = None
     """Seconds that it takes, as a compiler that schedules for latency has it; None for as long as it takes to read and
     write memory."""
+    latency_s: float = 0.0
+    """Those of them that do not depend on its size, of a collective: several that are one need them once."""
     slices: bool = False
     """True if it takes a part of an array."""
     behind_barrier: bool = False
@@ -202,6 +204,8 @@ class _Program:
     roots: dict[Key, Key] = field(default_factory=dict[Key, Key])
     places: dict[Key, Key] = field(default_factory=dict[Key, Key])
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
+    origins: dict[Key, Key] = field(default_factory=dict[Key, Key])
+    """The form that each is made of."""
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """The arrays that its fused readers read in place of each fused array."""
     sources: dict[int, tuple[Key, ...]] = field(default_factory=dict[int, tuple[Key, ...]])
@@ -272,10 +276,15 @@ class _Program:
         self.found[key], self.parts[key] = Lifetime(start=start, stop=stop), Lifetime(start=start, stop=stop)
 
     def _read(self, place: Key, time: int) -> None:
+        """Note that a form is read, and so the one that it is made of when it is made."""
         root = self._root(place)
-        if root in self.found:
-            self.found[root].stop = max(self.found[root].stop, time + 1)
-            self.parts[place].stop = max(self.parts[place].stop, time + 1)
+        if root not in self.found:
+            return
+        self.found[root].stop = max(self.found[root].stop, time + 1)
+        form: Key | None = place
+        while form is not None:
+            self.parts[form].stop = max(self.parts[form].stop, time + 1)
+            form, time = self.origins.get(form), self.parts[form].start
 
     def _add(self, time: int, op: Op) -> None:
         if op.kind == "constant" or self._is_constant(op):
@@ -297,9 +306,6 @@ class _Program:
         for key in kept:
             # Zeros that a loop writes pieces over need nothing: the compiler makes them as soon as a program begins.
             start = min(time, _BEGIN) if key in op.early else time + op.late
-            if op.kind == "fused" and not sources:
-                # What comes from nothing can wait until an op apart wants it.
-                start = min((t for t in self.readers.get(key, ()) if self._is_apart(t)), default=time)
             self._begin(key, start)
             self._read(key, start)
 
@@ -308,10 +314,9 @@ class _Program:
         return op.kind == "fused" and bool(op.reads) and all(self._root(k) in self.constants for k in op.reads)
 
     def _add_form(self, time: int, op: Op) -> None:
-        place, result = self._place(op.reads[0]), op.results[0]
-        if self._root(place) in self.found:
-            self._read(place, time)
-            self.parts[result] = Lifetime(start=time, stop=time)
+        if self._root(op.reads[0]) in self.found:
+            self.origins[op.results[0]] = self._place(op.reads[0])
+            self.parts[op.results[0]] = Lifetime(start=time, stop=time)
 
     def _sources(self, op: Op) -> tuple[Key, ...]:
         """Return the places that an op reads from memory."""

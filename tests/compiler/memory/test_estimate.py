@@ -15,8 +15,11 @@ from autopar.compiler.analysis import aot_targets
 from autopar.compiler.analysis.compiled_collectives import CollectiveCheck, count_computed_again
 from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.intra_op.memory_rows import modelled_memory
-from autopar.compiler.intra_op.plan_program import MemorySearch
+from autopar.compiler.intra_op.plan_program import Constraints, MemorySearch
 from autopar.compiler.memory import estimate
+from autopar.compiler.memory.joined_collectives import JoinedArray
+from autopar.compiler.memory.listing import listed_step
+from autopar.compiler.sharding.layout import replicated
 from autopar.compiler.solver.problem import row_weight
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.local_program import local_block
@@ -196,11 +199,14 @@ def test_products_that_compute_what_they_read_keep_results_of_products_alone():
 
 
 def test_a_product_needs_what_its_kernel_gets_on_the_machine():
-    trace = traced("mlp")
-    mesh, _, block = planned(trace, (8,))
+    def product(state, x):
+        return {"w": state["w"] + x @ state["w"]}
+
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    mesh, _, block = planned(autopar.parallelize(product).trace({"w": square}, square).trace, (1,))
     machines = (dataclasses.replace(H100, product_workspace_bytes=nbytes) for nbytes in (0.0, 2.0**20))
     without, more = (estimate.peak_memory(block, mesh, machine=machine) for machine in machines)
-    assert 0 < more.peak_bytes - without.peak_bytes <= 2**20
+    assert more.peak_bytes - without.peak_bytes == 2**20
 
 
 @needs_gpu_compiler
@@ -225,6 +231,37 @@ def test_the_gradient_of_a_maximum_over_windows_needs_its_places(shape, rectifie
     assert rows.peak_bytes == pytest.approx(modelled, rel=1e-12)
     on_tpus = dataclasses.replace(H100, fuses_products=True)
     assert estimate.peak_memory(block, mesh, donated, machine=on_tpus).peak_bytes < modelled
+
+
+def test_zeros_that_a_gradient_is_scattered_onto_are_made_before():
+    def step(state, ids):
+        gradients = jax.grad(lambda state: (jnp.take(state["table"], ids, axis=0) @ state["w"]).sum())(state)
+        return jax.tree.map(jnp.subtract, state, gradients)
+
+    shapes = {"table": (4096, 64), "w": (64, 64)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    trace = autopar.parallelize(step).trace(state, jax.ShapeDtypeStruct((512,), jnp.int32)).trace
+    mesh, _, block = planned(trace, (1,))
+    program = listed_step(block, mesh, (0, 1), H100)
+    (number,) = (n for n, op in enumerate(program.ops) if op.over and op.results)
+    zeros = program.ops[number].reads[0]
+    (maker,) = (n for n, op in enumerate(program.ops) if zeros in op.results)
+    assert program.ops[maker].reads == () and maker < number
+    assert program.nbytes[zeros] == 4096 * 64 * 4
+    # What is scattered takes their place.
+    assert program.lives.whole[zeros].stop == program.lives.whole[program.ops[number].results[0]].start
+
+
+def test_sums_that_are_one_are_in_the_rows_of_a_search_as_what_they_are_of():
+    trace = traced("mlp")
+    whole = {n: (replicated(trace.jaxpr.jaxpr.invars[n].aval.ndim),) for n in state_inputs(trace)}
+    mesh, found, block = planned(trace, (8,), constraints=Constraints(inputs=whole))
+    program = listed_step(block, mesh, state_inputs(trace), H100)
+    assert any(isinstance(key, JoinedArray) for key in program.nbytes)
+    rows = modelled_memory(found.choices, found.table, found.optimum.assignment, state_inputs(trace))
+    for moment in rows.moments:
+        terms = rows.arguments.plus(moment, rows.forms, mesh)
+        assert terms.value(found.optimum.assignment) == pytest.approx(rows.arguments_bytes + moment.nbytes, rel=1e-9)
 
 
 @needs_gpu_compiler

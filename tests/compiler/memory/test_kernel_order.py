@@ -1,23 +1,25 @@
-"""The kernels that the latency-hiding scheduler is given, and what each of them needs."""
+"""The kernels that compilers order, and what each of them needs."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from autopar.compiler.memory import kernel_order
 from autopar.compiler.memory.liveness import Key, Op
-from autopar.compiler.memory.ordering import JoinedCollectives
+from autopar.hardware.machine import Machine
 
-MIB = 2**20
+HIDES = replace(Machine.named("dgx-h100"), memory_bandwidth=1e12)
+SAVES = replace(HIDES, schedules_for_latency=False)
+AS_WRITTEN = replace(SAVES, schedules_for_memory=False)
 
 
-def ordered(ops: Sequence[Op], outputs: Sequence[Key] = (), most_bytes: float = 30 * MIB, **nbytes: float) -> list[Op]:
+def ordered(ops: Sequence[Op], outputs: Sequence[Key] = (), machine: Machine = HIDES, **nbytes: float) -> list[Op]:
     """The ops in their order; arrays have a byte unless it is said."""
     made = [key for op in ops for key in (*op.results, *op.reads)]
     inputs = [key for key in dict.fromkeys(made) if not any(key in op.results for op in ops)]
-    joins = JoinedCollectives(scatters_sums=True, most_bytes=most_bytes)
-    found = kernel_order.order_kernels(ops, inputs, outputs, dict.fromkeys(made, 1.0) | nbytes, joins, 1e12)
+    found = kernel_order.order_kernels(ops, inputs, outputs, dict.fromkeys(made, 1.0) | nbytes, (), machine)
     assert sorted(found.order) == list(range(len(ops)))
     return found.ops
 
@@ -76,17 +78,6 @@ def test_dependencies_go_through_what_is_too_small_to_count():
     chain = [gather("shifted", "whole_b"), apart("whole_b", "c"), gather("c", "whole_c"), apart("whole_c", "end")]
     found = ordered([apart("start", "a"), mean, apart("a", "b"), shift, *chain], ["end"])
     assert place_of(found, "mean") < place_of(found, "shifted")
-
-
-def test_gathers_behind_as_many_collectives_are_one_up_to_a_size():
-    gathers = [gather("x", "whole_x"), gather("y", "whole_y")]
-    ops = [apart("start", "a"), *gathers, apart("a whole_x", "b"), apart("b whole_y", "end")]
-    for most_bytes, joined in ((2.0, True), (1.0, False)):
-        found = ordered(ops, ["end"], most_bytes=most_bytes)
-        assert (place_of(found, "whole_y") < place_of(found, "a")) == joined
-    later = ops[2]._replace(waits_for=("whole_x",))
-    found = ordered([*ops[:2], later, *ops[3:]], ["end"])
-    assert place_of(found, "whole_x") < place_of(found, "a") < place_of(found, "whole_y")
 
 
 def test_reductions_of_rows_are_computed_where_they_are_read():
@@ -158,28 +149,36 @@ def test_an_update_is_one_kernel_which_reads_what_it_writes():
     assert place_of(found, "new_w") == place_of(found, "new_m") + 1
 
 
-def test_a_loss_is_summed_with_gradients_of_its_type():
-    gradient = apart("dw", "sw", collective="all-reduce", steps=("sum", "float32"))
-    loss = Op("reduction", ("end",), (), small_results=("loss",), extent=512.0)
-    for dtype, joined in (("float32", True), ("bfloat16", False)):
-        total = Op(
-            "apart", (), (), waits_for=("loss",), small_results=("total",), collective="all-reduce", seconds=1e-5
-        )
-        total = total._replace(steps=("sum", dtype))
-        found = ordered([*backward(), gradient, loss, total], ["sw", "total"])
-        assert (abs(place_of(found, "sw") - place_of(found, "total")) == 1) == joined
+# A backward pass: the gradient of a layer's weights, then that of what it read, which the layer before needs.
+LAYER = [
+    apart("a x", "dw"),
+    apart("a", "b"),
+    apart("b", "end"),
+    apart("dw", "sw", collective="all-reduce", steps="sum"),
+]
 
 
-def test_updates_of_last_results_come_first():
-    gradients = [apart("a", f"d{name}") for name in "xy"]
-    sums = [apart(f"d{n}", f"s{n}", 1.0, collective="all-reduce", steps=("sum", n)) for n in "xy"]
-    updates = [Op("fused", (f"s{name}", name), (f"new_{name}",), extent=4096.0) for name in "xy"]
-    found = ordered([apart("start", "a"), *gradients, *sums, *updates], ["new_x", "new_y"])
-    assert place_of(found, "new_y") < place_of(found, "new_x")
+def test_products_that_make_more_than_they_read_wait_for_the_end_where_memory_is_saved():
+    nbytes = {"a": 2.0, "x": 1.0, "dw": 4.0, "b": 2.0, "sw": 4.0}
+    begin = apart("start", "a")
+    names = [op.results[0] for op in ordered([begin, *LAYER], ["sw", "end"], SAVES, **nbytes)]
+    assert names == ["a", "b", "end", "dw", "sw"]
+    names = [op.results[0] for op in ordered([begin, *LAYER], ["sw", "end"], AS_WRITTEN, **nbytes)]
+    assert names == ["a", "dw", "sw", "b", "end"]
 
 
+def test_an_update_stands_behind_the_last_other_reader_of_what_it_writes_over():
+    ops = [*LAYER, Op("fused", ("sw", "w"), ("new_w",)), apart("end w", "last")]
+    nbytes = dict.fromkeys((key for op in ops for key in (*op.reads, *op.results)), 1.0)
+    found = kernel_order.order_kernels(
+        ops, ["a", "x", "w"], ["new_w", "last"], nbytes, [("new_w", "w")], replace(AS_WRITTEN, scatters_sums=False)
+    )
+    assert found.ops[-1].results == ("new_w",)
+
+
+@pytest.mark.parametrize("machine", [HIDES, SAVES, AS_WRITTEN])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_op_stands_behind_what_it_reads(seed: int):
+def test_every_op_stands_behind_what_it_reads(seed: int, machine: Machine):
     rng = random.Random(seed)
     ops: list[Op] = []
     for number in range(80):
@@ -203,7 +202,7 @@ def test_every_op_stands_behind_what_it_reads(seed: int):
         for op in ops
     ]
     outputs = [key for op in rng.sample(split, k=20) for key in op.results]
-    found = ordered(split, outputs)
+    found = ordered(split, outputs, machine)
     there = {"input"}
     for op in found:
         own = next(each for each in split if (each.results, each.small_results) == (op.results, op.small_results))

@@ -181,11 +181,6 @@ def test_views_are_the_array_itself():
     assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}
 
 
-def test_what_comes_from_nothing_waits_for_its_reader():
-    ops = [Op("fused", (), ("a",)), Op("apart", ("x",), ("b",)), Op("apart", ("a", "b"), ("c",))]
-    assert spans(ops, inputs="x", outputs="c") == {"a": (2, 3), "b": (1, 3), "c": (2, 4)}
-
-
 def test_works_in_place_take_the_memory_of_their_operand():
     ops = [PRODUCT, Op("apart", ("a", "x"), ("b",), over=True)]
     assert spans(ops, inputs="xw", outputs="b") == {"a": (0, 1), "b": (1, 3)}
@@ -204,6 +199,8 @@ def test_a_form_is_wanted_within_the_life_of_its_array():
     parts = {key: (life.start, life.stop) for key, life in found.parts.items() if key in "abd"}
     assert parts == {"a": (0, 2), "b": (1, 4), "d": (3, 5)}
     assert (found.whole["a"].start, found.whole["a"].stop) == (0, 5)
+    unread = lifetimes([*ops[:3], Op("form", ("b",), ("f",))], "xw", "c", dict.fromkeys("abcfxw", 1))
+    assert (unread.parts["b"].start, unread.parts["b"].stop, unread.whole["a"].stop) == (1, 3, 3)
 
 
 def test_what_a_loop_writes_piece_by_piece_is_there_from_the_beginning():
