@@ -140,6 +140,13 @@ def test_what_nothing_reads_stands_behind_what_it_reads():
     assert place_of(found, "form_of_a") == place_of(found, "a") + 1
 
 
+@pytest.mark.parametrize("machine", [HIDES, SAVES, AS_WRITTEN])
+def test_a_form_stands_just_before_what_reads_it(machine: Machine):
+    chain = [apart("start", "a"), Op("form", ("a",), ("form_of_a",)), apart("a", "b"), gather("b", "c")]
+    found = ordered([*chain, apart("c form_of_a", "end")], ["end"], machine)
+    assert place_of(found, "form_of_a") == place_of(found, "end") - 1
+
+
 def test_an_update_is_one_kernel_which_reads_what_it_writes():
     total = apart("dw", "sw", collective="all-reduce", steps="sum")
     momentum = Op("fused", ("sw", "m"), ("new_m",), extent=4096.0)
