@@ -270,8 +270,8 @@ class Machine:
     widens_bfloat16: bool = False
     """True if XLA computes functions of bfloat16 in float32, and keeps what only other such functions read in that."""
     scatters_sums: bool = True
-    """True if XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then
-    takes its part, and computes nothing meanwhile."""
+    """True if XLA keeps a reduce-scatter as it is, and all-reduces that are one sum one array in place; else it adds up
+    whole arrays on every device, each of which then takes its part, and computes nothing meanwhile."""
     masks_ragged_products: bool = False
     """True if XLA computes a ragged product as one in which every group meets all rows, those of others as zeros."""
     transposes_kernels: bool = False

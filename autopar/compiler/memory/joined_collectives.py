@@ -10,12 +10,12 @@ it is, and cut into their results (`AllReduceContiguous`).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.compiler.memory.dependencies import by_place, walk
 from autopar.compiler.memory.liveness import Key, Op
 
 SUMS = ("reduce-scatter", "all-reduce")
@@ -28,7 +28,7 @@ class JoinedCollectives:
     """The collectives that a compiler makes one."""
 
     scatters_sums: bool
-    """True if sums of which every device takes its part are reduce-scatters."""
+    """True if sums of which every device takes its part are reduce-scatters, and others are summed in one array."""
     most_bytes: float
     """The most bytes of what one collective makes, or of what it sums."""
 
@@ -127,15 +127,21 @@ class _Groups:
 
     def find(self, outputs: Sequence[Key]) -> list[list[int]]:
         by_key: dict[Hashable, list[int]] = {}
-        for number in _walk(self.ops, outputs) if self.needs else ():
-            if number in self.needs:
-                by_key.setdefault(_key(self.ops[number]), []).append(number)
+        for number in self._found(outputs) if self.needs else ():
+            by_key.setdefault(_key(self.ops[number]), []).append(number)
         groups: list[list[int]] = []
         for kind in _JOINED:
             for numbers in by_key.values():
                 if len(numbers) > 1 and self.ops[numbers[0]].collective == kind:
                     groups += self._joined(numbers)
         return groups
+
+    def _found(self, outputs: Sequence[Key]) -> Iterator[int]:
+        """Yield the collectives in the order in which results lead to them; then all others."""
+        makers = {key: number for number, op in enumerate(self.ops) for key in made_by(op)}
+        reads = [[makers[key] for key in read_by(op) if key in makers] for op in self.ops]
+        starts = (*(makers[key] for key in outputs if key in makers), *range(len(self.ops)))
+        return (number for number in walk(reads, starts) if number in self.needs)
 
     def _joined(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield the groups of several collectives that are of one kind, and found in this order."""
@@ -171,25 +177,6 @@ class _Groups:
     def _size(self, op: Op) -> float:
         made = op.collective not in SUMS or self.joins.scatters_sums
         return sum(self.nbytes.get(key, 0.0) for key in (made_by(op) if made else read_by(op)))
-
-
-def _walk(ops: Sequence[Op], outputs: Sequence[Key]) -> Iterator[int]:
-    """Yield the ops, each behind all that it reads, in the order in which results lead to them; then all others."""
-    makers = {key: number for number, op in enumerate(ops) for key in made_by(op)}
-    found, entered = set[int](), set[int]()
-    for start in (*(makers[key] for key in outputs if key in makers), *range(len(ops))):
-        left = [start]
-        while left:
-            number = left[-1]
-            if number in entered:
-                left.pop()
-                if number not in found:
-                    found.add(number)
-                    yield number
-                continue
-            entered.add(number)
-            reads = reversed(read_by(ops[number]))
-            left += [makers[read] for read in reads if makers.get(read, number) not in entered]
 
 
 def _key(op: Op) -> Hashable:
@@ -229,21 +216,7 @@ def _in_order(ops: Sequence[Op], places: list[int]) -> list[int]:
     for number, op in enumerate(ops):
         if op.collective == "all-gather":
             _bring(number, before, places)
-    left = [len(each) for each in before]
-    after: list[list[int]] = [[] for _ in before]
-    for number, each in enumerate(before):
-        for other in each:
-            after[other].append(number)
-    ready = [(places[number], number) for number, count in enumerate(left) if not count]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        number = heapq.heappop(ready)[1]
-        order.append(number)
-        for other in after[number]:
-            left[other] -= 1
-            if not left[other]:
-                heapq.heappush(ready, (places[other], other))
+    order = by_place(before, places)
     assert len(order) == len(ops), "collectives that are one do not need each other"
     return order
 

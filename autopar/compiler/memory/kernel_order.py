@@ -100,7 +100,7 @@ def _as_late(before: Sequence[set[int]], begins: Mapping[int, float]) -> list[fl
 
 
 def _kept(graph: _Graph, order: Sequence[int], times: Sequence[float], ends: Mapping[int, float]) -> list[Op]:
-    """Return the ops in order; the last one before the end of a collective reads its operands, too."""
+    """Return the ops in order; the last one before the end of a collective reads what that keeps until then, too."""
     found = [graph.ops[number] for number in order]
     placed = [times[number] for number in order]
     for number, end in ends.items():

@@ -24,6 +24,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.compiler.memory.dependencies import readers_of
 from autopar.compiler.memory.liveness import Key
 
 NO_ESTIMATE_S = 1e-8
@@ -94,10 +95,7 @@ def scheduled(kernels: Sequence[Kernel]) -> list[tuple[int, bool]]:
 def in_order(kernels: Sequence[Kernel]) -> list[int]:
     """Return the numbers of kernels, each behind those that it needs."""
     left = [len(set(kernel.needs)) for kernel in kernels]
-    readers: list[list[int]] = [[] for _ in kernels]
-    for number, kernel in enumerate(kernels):
-        for other in set(kernel.needs):
-            readers[other].append(number)
+    readers = readers_of([kernel.needs for kernel in kernels])
     found = [number for number, count in enumerate(left) if not count]
     for number in found:
         for reader in readers[number]:

@@ -173,7 +173,7 @@ def lifetimes(
     return program.run(tuple(inputs))
 
 
-class Kernel(NamedTuple):
+class KernelArrays(NamedTuple):
     """The arrays in memory that the kernel of an op reads and makes."""
 
     reads: tuple[Key, ...]
@@ -182,13 +182,13 @@ class Kernel(NamedTuple):
 
 def kernels(
     ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
-) -> dict[int, Kernel]:
+) -> dict[int, KernelArrays]:
     """Return the kernels of a program once it is fused, by the number of the op that gives one its result."""
     reordering = any(op.reorders for op in ops)
     program = _Program(ops=ops, extent=extent, outputs=tuple(outputs), reordering=reordering)
     lives = program.run(tuple(inputs))
     return {
-        number: Kernel(
+        number: KernelArrays(
             tuple(dict.fromkeys(lives.roots.get(place, place) for place in places)),
             tuple(key for key in ops[number].results if key in lives.whole),
         )

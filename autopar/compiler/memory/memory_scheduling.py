@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.compiler.memory.dependencies import by_place, readers_of, walk
 from autopar.compiler.memory.latency_hiding import Kernel, in_order
 from autopar.compiler.memory.liveness import Key
 
@@ -74,18 +75,9 @@ def as_written(
                 times[number] = max((there, *read))
                 continue
         times[number] = max(there, kernel.position)
-    users = _users([kernel.needs for kernel in kernels])
-    left = [len(set(kernel.needs)) for kernel in kernels]
-    ready = [(times[number], number) for number, count in enumerate(left) if not count]
-    heapq.heapify(ready)
     placed: list[Placed] = []
-    while ready:
-        number = heapq.heappop(ready)[1]
+    for number in by_place([kernel.needs for kernel in kernels], times):
         placed += [(number, False), (number, True)] if kernels[number].is_collective else [(number, False)]
-        for user in users[number]:
-            left[user] -= 1
-            if not left[user]:
-                heapq.heappush(ready, (times[user], user))
     return placed
 
 
@@ -121,7 +113,7 @@ class _Graph:
                 last.append(first[-1])
         for number, kernel in enumerate(kernels):
             self.nodes[first[number]].needs += [last[need] for need in dict.fromkeys(kernel.needs)]
-        for node, users in zip(self.nodes, _users([node.needs for node in self.nodes]), strict=True):
+        for node, users in zip(self.nodes, readers_of([node.needs for node in self.nodes]), strict=True):
             node.users = users
         self.results = dict.fromkeys(last[makers[key]] for key in outputs if key in makers)
         self.readers: dict[Key, list[int]] = {}
@@ -176,17 +168,8 @@ class _Graph:
 
     def walked(self) -> list[int]:
         """Return the nodes on a walk from the results, each behind all that it needs, and then all others."""
-        found, entered = dict[int, None](), set[int]()
-        for start in (*self.results, *(n for n, node in enumerate(self.nodes) if not node.users)):
-            left = [start]
-            while left:
-                number = left[-1]
-                if number in entered:
-                    found.setdefault(left.pop())
-                    continue
-                entered.add(number)
-                left += [need for need in reversed(self.nodes[number].needs) if need not in entered]
-        return list(found)
+        ends = (number for number, node in enumerate(self.nodes) if not node.users)
+        return list(walk([node.needs for node in self.nodes], (*self.results, *ends)))
 
     def moved(self, order: Sequence[int], early: Collection[int]) -> list[int]:
         """Return nodes in order but for the collectives that start as early as they can, and end as late."""
@@ -219,12 +202,3 @@ class _Graph:
             peak = max(peak, level)
             level -= self._sum(key for key in node.reads if last.get(key) == number)
         return peak
-
-
-def _users(needs: Sequence[Iterable[int]]) -> list[list[int]]:
-    """Return, by what may be needed, the numbers of those that need it."""
-    users: list[list[int]] = [[] for _ in needs]
-    for number, each in enumerate(needs):
-        for need in dict.fromkeys(each):
-            users[need].append(number)
-    return users

@@ -41,12 +41,12 @@ class Program:
 
 def test_what_frees_most_comes_first():
     program = Program()
-    program.add("start")
-    program.add("large", "start", 8.0)
-    program.add("small", "start", 2.0)
-    program.add("sum of large", "large", 1.0)
-    program.names[3] = "end"
-    assert program.scheduled("end small") == ["start", "small", "large", "end"]
+    program.add("large", nbytes=8.0)
+    program.add("first", "large")
+    program.add("next", "first", 6.0)
+    program.add("last", "large")
+    # On a walk from the results, "next" would be made while "large" is there.
+    assert program.scheduled("first next last") == ["large", "first", "last", "next"]
 
 
 def test_inputs_free_nothing_and_nobody_frees_results():
