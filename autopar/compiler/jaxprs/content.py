@@ -26,7 +26,7 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 
-_RELEASED = ("autopar", "jax", "jaxlib", "numpy")
+_RELEASED = ("autopar", "jax", "jaxlib", "ml_dtypes", "numpy")
 """Packages whose classes and functions are known by their names."""
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Types whose texts say all of a value."""

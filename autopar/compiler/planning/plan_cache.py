@@ -38,7 +38,7 @@ from autopar.ir.schedules import SCHEDULES
 from autopar.kept_files import keep_text, read_text
 from autopar.methods import Method
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "highspy")
+_PACKAGES = ("jax", "jaxlib", "ml_dtypes", "numpy", "scipy", "highspy")
 _SOURCES = "**/*.py", "**/*.json"
 
 

@@ -112,6 +112,13 @@ def test_what_only_the_user_knows_has_none(kind):
     assert content_digest({"a": [KNOWN_TO_THE_USER[kind]]}) is None
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "bool"])
+def test_programs_of_every_type_have_one(dtype):
+    converted = traced(lambda x: x.astype(dtype) * jnp.ones((), dtype))
+    assert content_digest(converted) is not None
+    assert content_digest(converted) != content_digest(traced(lambda x: x.astype("int8") * jnp.ones((), "int8")))
+
+
 def test_a_program_with_a_function_of_the_users_has_none():
     called = traced(lambda x: jax.pure_callback(lambda y: y, SHAPE, x))
     assert content_digest(called) is None
