@@ -36,9 +36,9 @@ _ESSENTIAL = {"product", "memory"}
 _NOT_MEASURED = (
     "inter", "domain", "product_workspace_bytes", "batched_share", "hidden_share", "schedules_for_latency",
     "schedules_for_memory", "product_sums", "fuses_products", "holds_rows", "transposes_operands", "erf_flops",
-    "exponentials", "widens_bfloat16", "scatters_sums", "masks_ragged_products", "transposes_kernels", "combined_bytes",
-    "fuses", "keeps_exponentials", "launch_s", "narrow_share", "unaligned_share", "compiler_share", "host_bandwidth",
-    "host_memory_bytes", "channels_last", "gathers_outermost", "copies_state", "computes_narrower",
+    "exponentials", "widens_bfloat16", "scatters_sums", "copies_joined", "masks_ragged_products", "transposes_kernels",
+    "combined_bytes", "fuses", "keeps_exponentials", "launch_s", "narrow_share", "unaligned_share", "compiler_share",
+    "host_bandwidth", "host_memory_bytes", "channels_last", "gathers_outermost", "copies_state", "computes_narrower",
     "chip_bytes", "cores",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))

@@ -141,8 +141,8 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
-    *("scatters_sums", "masks_ragged_products", "transposes_kernels", "holds_rows", "transposes_operands", "fuses"),
-    *("keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
+    *("scatters_sums", "copies_joined", "masks_ragged_products", "transposes_kernels", "holds_rows"),
+    *("transposes_operands", "fuses", "keeps_exponentials", "gathers_outermost", "copies_state", "computes_narrower"),
 )
 """The fields that say how the compiler for a machine works."""
 _POSITIVE = (
@@ -270,8 +270,10 @@ class Machine:
     widens_bfloat16: bool = False
     """True if XLA computes functions of bfloat16 in float32, and keeps what only other such functions read in that."""
     scatters_sums: bool = True
-    """True if XLA keeps a reduce-scatter as it is, and all-reduces that are one sum one array in place; else it adds up
-    whole arrays on every device, each of which then takes its part, and computes nothing meanwhile."""
+    """True if XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then
+    takes its part, and computes nothing meanwhile."""
+    copies_joined: bool = True
+    """True if XLA copies what several all-reduces sum into one array, of which it cuts the sums; else it sums each."""
     masks_ragged_products: bool = False
     """True if XLA computes a ragged product as one in which every group meets all rows, those of others as zeros."""
     transposes_kernels: bool = False

@@ -61,7 +61,11 @@ class MemoryProgram:
         """Return the program in the order of the compiler for a machine."""
         inputs = [key for key in self.inputs if key is not None]
         outputs = [key for key in self.outputs if key is not None]
-        joins = JoinedCollectives(scatters_sums=machine.scatters_sums, most_bytes=machine.combined_bytes)
+        joins = JoinedCollectives(
+            scatters_sums=machine.scatters_sums,
+            copies_joined=machine.copies_joined,
+            most_bytes=machine.combined_bytes,
+        )
         joined = join_collectives(self.ops, outputs, self.nbytes, joins)
         nbytes = {**self.nbytes, **joined.nbytes}
         taken = [*replaced(self.inputs, self.outputs, self.border)]

@@ -28,7 +28,9 @@ class JoinedCollectives:
     """The collectives that a compiler makes one."""
 
     scatters_sums: bool
-    """True if sums of which every device takes its part are reduce-scatters, and others are summed in one array."""
+    """True if sums of which every device takes its part are reduce-scatters."""
+    copies_joined: bool
+    """True if what several all-reduces sum is copied into one array."""
     most_bytes: float
     """The most bytes of what one collective makes, or of what it sums."""
 
@@ -60,7 +62,7 @@ def join_collectives(
     joined = {number for group in groups for number in group}
     for group in groups:
         members = [ops[number] for number in group]
-        is_summed = members[0].collective == "all-reduce" and joins.scatters_sums
+        is_summed = members[0].collective == "all-reduce" and joins.copies_joined
         for op in _summed_in_place(members, nbytes, found.nbytes) if is_summed else (_one(members),):
             found.ops.append(op)
             found.origins.append(group[-1])

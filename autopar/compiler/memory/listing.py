@@ -528,7 +528,7 @@ class _Lister:
                     "apart" if kind else "fused",
                     reads,
                     results,
-                    over=kind == "all-reduce" and self.machine.scatters_sums,
+                    over=kind == "all-reduce",
                     collective=kind,
                     seconds=self._reshard_s(action) if kind else None,
                     latency_s=self._reshard_s(action, share=0.0) if kind else 0.0,

@@ -24,8 +24,10 @@ def joined(
     *,
     most_bytes: float = 30 * MIB,
     scatters_sums: bool = True,
+    copies_joined: bool = True,
 ) -> JoinedOps:
-    return join_collectives(ops, outputs, nbytes, JoinedCollectives(scatters_sums=scatters_sums, most_bytes=most_bytes))
+    joins = JoinedCollectives(scatters_sums=scatters_sums, copies_joined=copies_joined, most_bytes=most_bytes)
+    return join_collectives(ops, outputs, nbytes, joins)
 
 
 def product(reads: str, made: str) -> Op:
@@ -60,6 +62,12 @@ def test_sums_that_are_not_scattered_are_as_large_as_whole_gradients():
     ops = gradients("reduce-scatter")
     assert results_of(joined(ops, nbytes), "reduce-scatter") == [("sx", "sy")]
     assert results_of(joined(ops, nbytes, scatters_sums=False), "reduce-scatter") == [("sx",), ("sy",)]
+
+
+def test_what_all_reduces_sum_is_copied_nowhere_where_the_compiler_sums_each():
+    nbytes = dict.fromkeys(("dx", "dy", "sx", "sy"), 4.0 * MIB)
+    found = joined(gradients("all-reduce"), nbytes, copies_joined=False)
+    assert results_of(found, "all-reduce") == [("sx", "sy")] and not found.nbytes
 
 
 def test_what_all_reduces_sum_is_copied_into_one_array_and_cut_out_of_it():
