@@ -54,8 +54,10 @@ class MemoryProgram:
     border: Border
     actions: Sequence[Action]
     """The action that each op was listed from."""
-    vacated: Collection[Key] = ()
-    """The inputs that are read from copies but by what makes these, so that other arrays may lie in their places."""
+    copied: Collection[Key] = ()
+    """The inputs to whose places results are copied."""
+    filled: Collection[Key] = ()
+    """The inputs in whose places the copies of others stand."""
 
     def order_ops(self, machine: Machine) -> MemoryProgram:
         """Return the program in the order of the compiler for a machine."""
@@ -100,9 +102,9 @@ class MemoryProgram:
     def housed(self) -> frozenset[Key]:
         """The arrays that lie in places of others.
 
-        Places are free of results that have one from the beginning, until these are made, and of inputs between the
-        copy of one and the result that takes its place. The largest arrays come first, each to the smallest place where
-        it fits.
+        Places are free of results that have one from the beginning, until these are made, and of inputs from when they
+        are read last until the results that take their places are made: XLA gives these places to others as well
+        (`BufferAssigner` of openxla/xla). The largest arrays come first, each to the smallest place where it fits.
         """
         free = [
             _Place(nbytes=self.nbytes[key], start=life.start, stop=life.empty_until)
@@ -111,7 +113,7 @@ class MemoryProgram:
         ]
         for output, old in replaced(self.inputs, self.outputs, self.border):
             mine, given = self.lives.whole.get(self.lives.roots.get(output, output)), self.lives.whole.get(old)
-            if old in self.vacated and mine is not None and given is not None and mine.start > given.stop:
+            if old not in self.filled and mine is not None and given is not None and mine.start > given.stop:
                 free.append(_Place(nbytes=self.nbytes[old], start=given.stop, stop=mine.start))
         free.sort(key=lambda place: place.nbytes)
         sizes = [place.nbytes for place in free]

@@ -105,7 +105,7 @@ def peak_memory(
 
 
 def _copied(block: LocalBlock, program: MemoryProgram) -> tuple[Value, ...]:
-    outputs = (block.outputs[n] for n, old in program.border.taken.items() if program.inputs[old] in program.vacated)
+    outputs = (block.outputs[n] for n, old in program.border.taken.items() if program.inputs[old] in program.copied)
     return tuple(value for value in outputs if isinstance(value, Value))
 
 

@@ -148,10 +148,11 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         lister.merge_products()
     lister.fill()
     inputs, outputs = ([lister.key(v) for v in values] for values in (block.inputs, block.outputs))
-    vacated = lister.hold(replaced(inputs, outputs, border))
+    filled = lister.hold(replaced(inputs, outputs, border))
+    copied = set[Hashable]()
     if mesh_costs.machine.copies_state:
         copies = lister.copy_last(replaced(inputs, outputs, border))
-        vacated |= {old for result, old in replaced(inputs, outputs, border) if result in copies}
+        copied = {old for result, old in replaced(inputs, outputs, border) if result in copies}
         outputs = [copies.get(key, key) for key in outputs]
     return MemoryProgram(
         ops=lister.ops,
@@ -161,7 +162,8 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         inner=lister.inner,
         border=border,
         actions=lister.actions,
-        vacated=vacated,
+        copied=copied,
+        filled=filled,
     ).order_ops(mesh_costs.machine)
 
 
@@ -431,10 +433,10 @@ class _Lister:
             return None
         return BlockValue(self.block, self._source(kernel), twin=True)
 
-    def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> set[Hashable]:
+    def hold(self, replaced: Iterable[tuple[Hashable, Hashable]]) -> Collection[Hashable]:
         """Have updates that transpose gradients read copies of the state: those for libraries, or early ones.
 
-        Return the arrays that have copies for libraries.
+        Return the arrays that have early ones.
         """
         _, roots = self._read_by(lambda op: False)
         twins: dict[Hashable, BlockValue] = {}
@@ -454,7 +456,7 @@ class _Lister:
         actions = [self.actions[updated[key]] for key in held]
         self.ops[:0], self.actions[:0] = copies, actions
         self.inner = {number + len(held): programs for number, programs in self.inner.items()}
-        return twins.keys() - updated
+        return updated
 
     def scatter_onto_sums(self) -> None:
         """Scatter onto the array that what is scattered onto zeros would be added to."""

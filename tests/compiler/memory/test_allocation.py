@@ -1,4 +1,4 @@
-"""Arrays laid side by side: what lies in the places of inputs that have been copied."""
+"""Arrays laid side by side: what lies in the places of inputs that are read no more."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from autopar.compiler.memory.allocation import Border, MemoryProgram, alive, wor
 from autopar.compiler.memory.liveness import Op
 
 
-def kernels_read_by_copies(vacated: set[str], nbytes: dict[str, int], order: str) -> MemoryProgram:
+def kernels_read_by_copies(nbytes: dict[str, int], order: str) -> MemoryProgram:
     """Kernels "k" and "l" are copied for a library to "p" and "q", which their updates read in the given order."""
     ops = [
         Op("apart", ("k",), ("p",)),
@@ -23,29 +23,52 @@ def kernels_read_by_copies(vacated: set[str], nbytes: dict[str, int], order: str
         inner={},
         border=Border(taken={0: 0, 1: 1}),
         actions=(),
-        vacated=vacated,
     )
 
 
 @pytest.mark.parametrize(
-    ("vacated", "large", "order", "housed"),
+    ("large", "order", "housed"),
     [
-        pytest.param({"k", "l"}, "k", "qp", {"q"}, id="an equal copy that is gone before, rather than what is smaller"),
-        pytest.param({"k", "l"}, "k", "pq", {"a"}, id="no copy that is there longer"),
-        pytest.param({"k", "l"}, "l", "qp", {"a"}, id="no copy that is larger"),
-        pytest.param(set(), "k", "qp", set(), id="no place that is not left"),
+        pytest.param("k", "qp", {"q"}, id="an equal copy that is gone before, rather than what is smaller"),
+        pytest.param("k", "pq", {"a"}, id="no copy that is there longer"),
+        pytest.param("l", "qp", {"a"}, id="no copy that is larger"),
     ],
 )
-def test_other_arrays_lie_in_the_places_of_inputs_that_are_read_from_copies(
-    vacated: set[str], large: str, order: str, housed: set[str]
-):
+def test_other_arrays_lie_in_the_places_of_inputs_that_are_read_from_copies(large: str, order: str, housed: set[str]):
     copies = {"k": "kpP", "l": "lqQ"}
     nbytes = {key: 8 if large == "k" or kernel == large else 4 for kernel, keys in copies.items() for key in keys}
-    program = kernels_read_by_copies(vacated, nbytes, order)
+    program = kernels_read_by_copies(nbytes, order)
     assert program.housed == housed
     (worst,) = worst_moments(program, 1)
     assert worst.nbytes == sum(nbytes.get(key, 1) for key in alive(worst))
     assert not housed.intersection(alive(worst))
+
+
+@pytest.mark.parametrize(
+    ("last", "housed"),
+    [
+        pytest.param("g", {"g"}, id="a gradient once the parameter is read no more"),
+        pytest.param("w", set(), id="nothing where the update reads the parameter"),
+    ],
+)
+def test_gradients_lie_in_the_places_of_parameters_that_are_gathered_anew(last: str, housed: set[str]):
+    ops = [
+        Op("apart", ("w", "x"), ("a",)),
+        Op("apart", ("a",), ("g",)),
+        Op("apart", ("g", last, "s"), ("t",), collective="reduce-scatter"),
+        Op("apart", ("t",), ("v",), collective="all-gather"),
+    ]
+    program = MemoryProgram(
+        ops=ops,
+        inputs=["w", "x", "s"],
+        outputs=["v"],
+        nbytes=dict.fromkeys("wgv", 8) | dict.fromkeys("xsta", 9),
+        inner={},
+        border=Border(taken={0: 0}),
+        actions=(),
+    )
+    assert program.housed == housed
+    assert program.levels[:4] == [9, 9 + (0 if housed else 8), 9 + (0 if housed else 8), 9]
 
 
 @pytest.mark.parametrize(
