@@ -6,8 +6,9 @@
 
 The program is the one of the plan, listed as for its estimate, with every form in which a value could be read. A value
 costs the bytes of the form in which it is kept then; a copy in another form for some readers costs its own bytes if the
-layouts differ, nothing if they agree. So a row is the modelled memory of a moment as a function of all options, exact
-for the assignment that it was made for.
+layouts differ, nothing if they agree. An array that lies in the place of another costs nothing while it is no larger
+than that. So a row is the modelled memory of a moment as a function of all options, exact for the assignment that it
+was made for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode, Lay
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import REMAT
-from autopar.compiler.memory.allocation import Moment, alive, worst_moments
+from autopar.compiler.memory.allocation import Moment, alive, alive_in_places, worst_moments
 from autopar.compiler.memory.joined_collectives import JoinedArray
 from autopar.compiler.memory.listing import BlockValue, listed_step
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
@@ -172,8 +173,20 @@ class _Terms:
                     terms.add_copy(form.value.variable.aval, theirs, mine, mesh)
                 elif origin is None or form.value.layout != origin.value.layout:
                     terms.constant += at.program.nbytes[form]
+            for form, owner in alive_in_places(at):
+                if isinstance(form, BlockValue) and isinstance(owner, BlockValue):
+                    terms.add_where_larger(form, owner, forms, mesh)
             at = at.inside
         return terms
+
+    def add_where_larger(self, form: BlockValue, owner: BlockValue, forms: Forms, mesh: LogicalMesh) -> None:
+        """Add an array where it is larger than the one in whose place it lies."""
+        mine, theirs = (forms.nodes.get(each._replace(twin=False)) for each in (form, owner))
+        if mine is None or theirs is None or mine.number == theirs.number:
+            return
+        sizes = _bytes_of(form.value.variable.aval, mine.layouts, mesh)
+        places = _bytes_of(owner.value.variable.aval, theirs.layouts, mesh)
+        self.add_pairs(theirs, mine, np.where(sizes > places[:, None], sizes, 0.0))
 
     def add(self, aval: Any, node: LayoutNode | None, mesh: LogicalMesh, wider: float = 1.0) -> None:
         """Add an array in the layout of a node, `wider` than its type by that factor."""
@@ -186,7 +199,10 @@ class _Terms:
     def add_copy(self, aval: Any, source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> None:
         """Add a copy in the layout of `target`, if that is not the one of `source`."""
         differ = np.array([[a != b for b in target.layouts] for a in source.layouts])
-        matrix = differ * _bytes_of(aval, target.layouts, mesh)
+        self.add_pairs(source, target, differ * _bytes_of(aval, target.layouts, mesh))
+
+    def add_pairs(self, source: LayoutNode, target: LayoutNode, matrix: np.ndarray) -> None:
+        """Add bytes for each pair of layouts of two nodes."""
         key = (source.number, target.number)
         if source.number > target.number:
             key, matrix = (target.number, source.number), matrix.T

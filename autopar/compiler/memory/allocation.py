@@ -99,34 +99,35 @@ class MemoryProgram:
         return lives
 
     @cached_property
-    def housed(self) -> frozenset[Key]:
-        """The arrays that lie in places of others.
+    def housed(self) -> dict[Key, Key]:
+        """The arrays that lie in places of others, with these.
 
         Places are free of results that have one from the beginning, until these are made, and of inputs from when they
         are read last until the results that take their places are made: XLA gives these places to others as well
         (`BufferAssigner` of openxla/xla). The largest arrays come first, each to the smallest place where it fits.
         """
         free = [
-            _Place(nbytes=self.nbytes[key], start=life.start, stop=life.empty_until)
+            _Place(owner=key, nbytes=self.nbytes[key], start=life.start, stop=life.empty_until)
             for key, life in self.lives.whole.items()
             if life.empty_until is not None
         ]
         for output, old in replaced(self.inputs, self.outputs, self.border):
             mine, given = self.lives.whole.get(self.lives.roots.get(output, output)), self.lives.whole.get(old)
             if old not in self.filled and mine is not None and given is not None and mine.start > given.stop:
-                free.append(_Place(nbytes=self.nbytes[old], start=given.stop, stop=mine.start))
+                free.append(_Place(owner=old, nbytes=self.nbytes[old], start=given.stop, stop=mine.start))
         free.sort(key=lambda place: place.nbytes)
         sizes = [place.nbytes for place in free]
-        found: set[Key] = set()
+        found: dict[Key, Key] = {}
         made = (
             (key, life)
             for key, life in self.lives.whole.items()
             if life.allocated and life.stop > life.start and life.empty_until is None
         )
         for key, life in sorted(made, key=lambda each: -self.nbytes[each[0]]) if free else ():
-            if any(place.take(life) for place in free[bisect_left(sizes, self.nbytes[key]) :]):
-                found.add(key)
-        return frozenset(found)
+            large = free[bisect_left(sizes, self.nbytes[key]) :]
+            if (place := next((place for place in large if place.take(life)), None)) is not None:
+                found[key] = place.owner
+        return found
 
     @cached_property
     def worst_inside(self) -> dict[int, Moment]:
@@ -158,8 +159,9 @@ class MemoryProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Place:
-    """The place of an input, free for others from a time to another but while it is taken."""
+    """The place of an input or result, free for others from a time to another but while it is taken."""
 
+    owner: Key
     nbytes: float
     start: int
     stop: int
@@ -205,9 +207,18 @@ def worst_moments(program: MemoryProgram, count: int) -> list[Moment]:
 
 def alive(moment: Moment) -> list[Key]:
     """Return the arrays in memory at a moment, without inputs, what lies in their places, and what is inside."""
-    lives, housed = moment.program.lives.whole, moment.program.housed
-    there = [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
-    return [key for key in there if key not in housed]
+    return [key for key in _there(moment) if key not in moment.program.housed]
+
+
+def alive_in_places(moment: Moment) -> list[tuple[Key, Key]]:
+    """Return the arrays that lie in places of others at a moment, with these."""
+    housed = moment.program.housed
+    return [(key, housed[key]) for key in _there(moment) if key in housed]
+
+
+def _there(moment: Moment) -> list[Key]:
+    lives = moment.program.lives.whole
+    return [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
 
 
 def replaced(inputs: Sequence[Key | None], outputs: Sequence[Key | None], border: Border) -> Iterator[tuple[Key, Key]]:

@@ -17,12 +17,13 @@ from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.intra_op.plan_program import Constraints, MemorySearch
 from autopar.compiler.memory import estimate
+from autopar.compiler.memory.allocation import alive_in_places
 from autopar.compiler.memory.joined_collectives import JoinedArray
 from autopar.compiler.memory.listing import listed_step
-from autopar.compiler.sharding.layout import replicated
+from autopar.compiler.sharding.layout import num_shards, replicated
 from autopar.compiler.solver.problem import row_weight
 from autopar.compiler.solver.solve import solve
-from autopar.compiler.spmd.local_program import local_block
+from autopar.compiler.spmd.local_program import local_block, value_bytes
 from autopar.verification import VerificationReport
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.gpt import gpt
@@ -262,6 +263,32 @@ def test_sums_that_are_one_are_in_the_rows_of_a_search_as_what_they_are_of():
     for moment in rows.moments:
         terms = rows.arguments.plus(moment, rows.forms, mesh)
         assert terms.value(found.optimum.assignment) == pytest.approx(rows.arguments_bytes + moment.nbytes, rel=1e-9)
+
+
+def test_rows_count_what_is_larger_than_the_place_where_it_lies():
+    model = alpa_gpt("small", GPTSize(width=512, layers=2, heads=8, length=128, vocabulary=1024, batch=8), jnp.bfloat16)
+    trace = traced_model(model)
+    mesh, found, _ = planned(trace, (8,))
+    chosen = found.optimum.assignment
+    rows = modelled_memory(found.choices, found.table, chosen, state_inputs(trace))
+    counted = 0
+    for moment in rows.moments:
+        terms = rows.arguments.plus(moment, rows.forms, mesh)
+        assert terms.value(chosen) == pytest.approx(rows.arguments_bytes + moment.nbytes, rel=1e-9)
+        for array, place in alive_in_places(moment):
+            mine, theirs = rows.forms.nodes.get(array), rows.forms.nodes.get(place)
+            if mine is None or theirs is None or mine.number == theirs.number:
+                continue
+            pair = terms.edges[min(mine.number, theirs.number), max(mine.number, theirs.number)]
+            by_place = pair if theirs.number < mine.number else pair.T
+            by_place = by_place[:, chosen[mine.number]] - by_place[chosen[theirs.number], chosen[mine.number]]
+            divided = max(
+                range(len(theirs.layouts)),
+                key=lambda n: num_shards(place.value.variable.aval.shape, theirs.layouts[n], mesh),
+            )
+            if value_bytes(place.value, mesh) / 8 < value_bytes(array.value, mesh) <= by_place[divided]:
+                counted += 1
+    assert counted
 
 
 @needs_gpu_compiler
