@@ -423,6 +423,11 @@ class Machine:
         return self.matmul_flops("float32") * _VECTOR_SHARE
 
     @property
+    def ends_sums_late(self) -> bool:
+        """True if a compiler for its devices ends collectives as late as it can, where it need not wait for any."""
+        return self.schedules_for_memory and not self.schedules_for_latency
+
+    @property
     def exponential_rate(self) -> float:
         """Exponentials per second, as the file says or by its peak in float32."""
         return self.exponentials or self.peak_flops["float32"] / 16

@@ -101,6 +101,8 @@ class BlockGraph:
     results: list[LayoutNode | None] = field(default_factory=list[LayoutNode | None])
     kept: list[tuple[LayoutNode, jc.Var]] = field(default_factory=list[tuple[LayoutNode, jc.Var]])
     """The forms in which values of a forward task wait for the backward pass that it holds, and these values."""
+    waits_for_sums: bool = False
+    """As in `BlockPlan`."""
 
 
 @dataclass(kw_only=True)
@@ -216,6 +218,7 @@ def block_plan_of(block: BlockGraph, options: Sequence[int]) -> BlockPlan:
         equations=tuple(None if c is None else made[id(c)] for c in block.equations),
         results=tuple(layout(c) for c in block.results),
         forms=forms,
+        waits_for_sums=block.waits_for_sums,
     )
 
 
@@ -435,6 +438,7 @@ class BlockBuilder:
             arguments=self.arguments,
             equations=self.equations,
             results=list(results),
+            waits_for_sums=self.planner.table.mesh_costs.machine.ends_sums_late,
         )
         equivalent: dict[jc.Var, list[jc.Var]] = {}
         for v in self.uses:

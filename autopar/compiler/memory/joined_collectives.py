@@ -15,8 +15,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.compiler.memory.dependencies import by_place, walk
 from autopar.compiler.memory.liveness import Key, Op
+from autopar.compiler.spmd.dependencies import by_place, walk
 
 SUMS = ("reduce-scatter", "all-reduce")
 _JOINED = ("all-gather", "all-reduce", "reduce-scatter")

@@ -24,8 +24,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.compiler.memory.dependencies import readers_of
 from autopar.compiler.memory.liveness import Key
+from autopar.compiler.spmd.dependencies import readers_of
 
 NO_ESTIMATE_S = 1e-8
 """Seconds that XLA gives to kernels of which it estimates nothing (`SolLatencyEstimator::NodeCost` of openxla/xla)."""

@@ -319,7 +319,7 @@ class _Lister:
     def _run_in_line(self, action: RunBody) -> None:
         (body,) = action.bodies
         barrier = Op("barrier", self._keys(*action.operands), (), small_results=(body,))
-        self.ops.append(self._placed(barrier, action.operands, ()))
+        self.ops.append(self._placed(barrier, (*action.operands, *action.after), ()))
         self.actions.append(action)
         region = _Lister(
             block=body,
@@ -356,7 +356,7 @@ class _Lister:
         if isinstance(action, Reshard) and op.results and self._transposes(action):
             op = op._replace(workspace=self.nbytes[op.results[0]])
         if isinstance(action, Reshard):
-            before = (action.operand,) if action.source == action.result.layout else (action.operand, action.after)
+            before = (action.operand,) if action.source == action.result.layout else (action.operand, *action.after)
             op = self._placed(op, before, (action.result,))
         else:
             op = self._placed(op, action.operands, action.results)
@@ -380,7 +380,7 @@ class _Lister:
 
     def _is_there(self, action: Reshard) -> bool:
         """Return true if what reversing nothing gives is resharded as what it was given already is: it is one array."""
-        if not isinstance(action.operand, Value) or action.after is not None:
+        if not isinstance(action.operand, Value) or action.after:
             return False
         same = self.unchanged.get(action.operand, action.operand)
         first = self.resharded.setdefault((same, action.steps, action.result.layout), action.result)
@@ -537,7 +537,7 @@ class _Lister:
                     steps=(*self._combined_as(steps), action.aval.dtype) if kind in SUMS else self._combined_as(steps),
                     slices=not kind and any(isinstance(step, Slice) for step in steps),
                     keeps_order=kind in _KEEP_ORDER,
-                    behind_barrier=action.after is not None,
+                    behind_barrier=bool(action.after),
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)

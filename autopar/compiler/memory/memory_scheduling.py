@@ -22,9 +22,9 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.compiler.memory.dependencies import by_place, readers_of, walk
 from autopar.compiler.memory.latency_hiding import Kernel, in_order
 from autopar.compiler.memory.liveness import Key
+from autopar.compiler.spmd.dependencies import by_place, readers_of, walk
 
 Placed = tuple[int, bool]
 """The number of a kernel, and true if it is its end that stands there."""

@@ -39,6 +39,8 @@ class BlockPlan:
     results: tuple[Layout | None, ...]
     forms: Mapping[tuple[int, str], Layout] = field(default_factory=dict[tuple[int, str], Layout])
     """The layout in which a value is kept ("stored"), or read by a phase ("forward", ...), by value and form."""
+    waits_for_sums: bool = False
+    """True if what is computed again waits for the sums that began long before."""
 
 
 def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:
@@ -96,6 +98,7 @@ def to_data(plan: BlockPlan, mesh: LogicalMesh) -> dict[str, Any]:
             f"{number} {form}": layout_text(layout, mesh) for (number, form), layout in sorted(plan.forms.items())
         },
         "lines": list(lines),
+        **({"waits_for_sums": True} if plan.waits_for_sums else {}),
         "results": [layout_text(layout, mesh) for layout in plan.results],
     }
 
@@ -131,6 +134,7 @@ def _read_block(data: Mapping[str, Any], mesh: LogicalMesh) -> BlockPlan:
         equations=tuple(equation(entry) for entry in data["equations"]),
         results=tuple(layout_from_text(text, mesh) for text in data["results"]),
         forms=forms,
+        waits_for_sums=data.get("waits_for_sums", False),
     )
 
 

@@ -156,7 +156,7 @@ def _enter_invariants(
     for action in block.actions:
         match action:
             case Reshard(operand=operand, result=result, after=after):
-                found[action] = known[result] = min(of(operand), times if after is None else of(after))
+                found[action] = known[result] = min(map(of, (operand, *after)))
             case Evaluate(eqn=eqn, operands=operands, results=results):
                 found[action] = 1.0 if eqn.effects else min(map(of, operands), default=times)
                 known.update(dict.fromkeys(results, found[action]))

@@ -20,7 +20,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import bind_bodies
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
+from autopar.compiler.spmd.evaluated import EvaluatedValues
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value
 
 _lax: Any = lax
@@ -31,43 +32,33 @@ def evaluate_constrained(
 ) -> list[Any]:
     """Return the results of a block on whole arrays, each constrained to its planned layout on `mesh`."""
     logical = LogicalMesh(shape=tuple(mesh.devices.shape), axis_names=tuple(map(str, mesh.axis_names)))
-    values: dict[Value, Any] = {}
-
-    def read(value: Value | jc.Literal) -> Any:
-        return value.val if isinstance(value, jc.Literal) else values[value]
+    inputs = [_constrained(x, value.layout, logical, mesh) for value, x in zip(block.inputs, args, strict=True)]
+    values = EvaluatedValues.of_inputs(block, consts, inputs)
 
     def define(value: Value, x: Any) -> None:
         values[value] = _constrained(x, value.layout, logical, mesh)
 
-    for value, x in zip(block.inputs, args, strict=True):
-        define(value, x)
-    for v, const in zip(block.jaxpr.constvars, consts, strict=True):
-        aval: Any = v.aval
-        values[Value(v, replicated(aval.ndim))] = const
     for action in block.actions:
         match action:
             case Reshard(operand=operand, result=result, after=after):
-                x = read(operand)
-                if after is not None:
-                    x, values[after] = _lax.optimization_barrier((x, read(after)))
-                define(result, x)
+                define(result, *values.read_after([operand], after))
             case Evaluate(eqn=eqn, operands=operands, results=results):
-                given = [read(value) for value in operands]
+                given = list(map(values.read, operands))
                 computed = given[:1] if eqn.primitive.name in CONSTRAINTS else jc.bind_equation(eqn, given)
                 for value, x in zip(results, computed, strict=True):
                     define(value, x)
-            case RunBody(eqn=eqn, operands=operands, results=results, bodies=bodies):
+            case RunBody(eqn=eqn, operands=operands, results=results, bodies=bodies, after=after):
                 inner = [jc.open_jaxpr(body)[1] for body in jp.bodies_of(eqn)]
                 computed = bind_bodies(
                     eqn,
-                    [read(value) for value in operands],
+                    values.read_after(operands, after),
                     lambda n, inputs, bodies=bodies, inner=inner: evaluate_constrained(
                         bodies[n], inner[n], inputs, mesh
                     ),
                 )
                 for value, x in zip(results, computed, strict=True):
                     define(value, x)
-    return [read(value) for value in block.outputs]
+    return list(map(values.read, block.outputs))
 
 
 def _constrained(x: Any, layout: Layout, logical: LogicalMesh, mesh: jax.sharding.Mesh) -> Any:

@@ -8,22 +8,19 @@ XLA finds nothing to partition, so the compiled collectives are the planned ones
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import bind_bodies
 from autopar.compiler.resharding.emit import apply_steps
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
 from autopar.compiler.spmd.emit_equation import evaluate_locally
+from autopar.compiler.spmd.evaluated import EvaluatedValues
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value
-
-_lax: Any = lax
 
 
 def emit_spmd(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
@@ -88,47 +85,25 @@ def _border_aval(value: Value, mesh: LogicalMesh) -> Any:
     return jax.ShapeDtypeStruct(border_shape(tuple(aval.shape), value.layout, mesh), aval.dtype)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Frame:
-    mesh: LogicalMesh
-    values: dict[Value, Any] = field(default_factory=dict[Value, Any])
-
-    def read(self, value: Value | jc.Literal) -> Any:
-        return value.val if isinstance(value, jc.Literal) else self.values[value]
-
-
 def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    frame = _Frame(mesh=mesh)
-    frame.values.update(zip(block.inputs, args, strict=True))
-    for v, const in zip(block.jaxpr.constvars, consts, strict=True):
-        aval: Any = v.aval
-        frame.values[Value(v, replicated(aval.ndim))] = const
+    values = EvaluatedValues.of_inputs(block, consts, args)
     for action in block.actions:
         match action:
-            case Reshard(result=result):
-                frame.values[result] = _reshard(action, frame)
-            case Evaluate(eqn=eqn, operands=operands, strategy=strategy):
-                results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, mesh)
-                frame.values.update(zip(action.results, results, strict=True))
-            case RunBody():
-                frame.values.update(zip(action.results, _enter(action, frame), strict=True))
-    return [frame.read(value) for value in block.outputs]
+            case Reshard(operand=operand, result=result, steps=steps, after=after):
+                (x,) = values.read_after([operand], after)
+                values[result] = apply_steps(x, steps, mesh, tuple(action.aval.shape), action.source)
+            case Evaluate(eqn=eqn, operands=operands, results=results, strategy=strategy):
+                computed = evaluate_locally(eqn, list(map(values.read, operands)), strategy, mesh)
+                values.update(zip(results, computed, strict=True))
+            case RunBody(results=results):
+                values.update(zip(results, _enter(action, values, mesh), strict=True))
+    return list(map(values.read, block.outputs))
 
 
-def _reshard(action: Reshard, frame: _Frame) -> Any:
-    x = frame.read(action.operand)
-    if action.after is not None:
-        # Without it XLA sees that the same was gathered before, and keeps that until now. Both results are read, or it
-        # would not wait for the second.
-        x, frame.values[action.after] = _lax.optimization_barrier((x, frame.read(action.after)))
-    return apply_steps(x, action.steps, frame.mesh, tuple(action.aval.shape), action.source)
-
-
-def _enter(action: RunBody, frame: _Frame) -> list[Any]:
-    args = [frame.read(value) for value in action.operands]
+def _enter(action: RunBody, values: EvaluatedValues, mesh: LogicalMesh) -> list[Any]:
     consts = [jc.open_jaxpr(body)[1] for body in jp.bodies_of(action.eqn)]
     return bind_bodies(
         action.eqn,
-        args,
-        lambda number, inputs: _run(action.bodies[number], consts[number], inputs, frame.mesh),
+        values.read_after(action.operands, action.after),
+        lambda number, inputs: _run(action.bodies[number], consts[number], inputs, mesh),
     )

@@ -13,21 +13,25 @@ of a mask over the batch would be as large as on one device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.jaxprs.primitives import ELEMENTWISE, NESTED, REARRANGEMENTS, REMAT
 from autopar.compiler.resharding.costs import reshard_steps
-from autopar.compiler.resharding.steps import ReshardStep
+from autopar.compiler.resharding.steps import ReduceScatter, ReshardStep
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
 from autopar.compiler.sharding.rule_lookup import rules_without_warning
 from autopar.compiler.sharding.strategies import Strategy, strategies
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
 from autopar.compiler.spmd.combining import CombinedValues, combined_in_body, combined_values
+from autopar.compiler.spmd.dependencies import by_place
 from autopar.compiler.spmd.phase import phase_of
+
+_SUMMED_AT_ONCE_BYTES = 256 * 2.0**20
+"""The bytes of summands for whose sums nothing waits: so many that the latency of a collective does not count."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +57,12 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reshard:
-    """Bring a value, or a constant, into another layout; not before `after` is there, if that is given."""
+    """Bring a value, or a constant, into another layout; not before `after` is there."""
 
     operand: Value | jc.Literal
     result: Value
     steps: tuple[ReshardStep, ...]
-    after: Value | None = None
+    after: tuple[Value, ...] = ()
 
     @property
     def aval(self) -> Any:
@@ -83,15 +87,21 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunBody:
-    """Run the bodies of a loop, a branch or a remat region."""
+    """Run the bodies of a loop, a branch or a remat region; not before `after` is there."""
 
     eqn: jc.JaxprEqn
     operands: tuple[Value | jc.Literal, ...]
     results: tuple[Value, ...]
     bodies: tuple[LocalBlock, ...]
+    after: tuple[Value, ...] = ()
 
 
 Action = Reshard | Evaluate | RunBody
+
+
+def awaited(action: Action) -> tuple[Value, ...]:
+    """Return what an action waits for beside its operands."""
+    return () if isinstance(action, Evaluate) else action.after
 
 
 def value_bytes(value: Value, mesh: LogicalMesh) -> float:
@@ -156,10 +166,11 @@ def local_block(
         writer.read(atom, _or_replicated(layout, atom), phase or "update")
         for atom, layout in zip(jaxpr.outvars, plan.results, strict=True)
     ]
+    actions = _without_unread(writer.actions, outputs, writer.free)
     return LocalBlock(
         jaxpr=jaxpr,
         inputs=tuple(inputs),
-        actions=_without_unread(writer.actions, outputs, writer.free),
+        actions=_behind_sums(actions, mesh) if plan.waits_for_sums else actions,
         outputs=tuple(outputs),
         combined=combined,
     )
@@ -215,7 +226,7 @@ class _Writer:
     def read(self, atom: Any, layout: Layout, phase: str, latest: Value | None = None) -> Value | jc.Literal:
         """The value in the layout that a reader of this phase wants, by way of the planned forms."""
         if isinstance(atom, jc.Literal):
-            return atom if not layout.partial else self._reshard(atom, Value(ShardedConstant(atom), layout), None)
+            return atom if not layout.partial else self._reshard(atom, Value(ShardedConstant(atom), layout))
         value = self.produced[atom]
         number = self.numbers.get(atom)
         every_form = self.every_form and atom not in self.free
@@ -241,7 +252,7 @@ class _Writer:
             source = made if made.layout == origin.layout else origin  # which a form in the same layout is
             again = (source, wanted.layout) in self.gathered
             self.gathered.add((source, wanted.layout))
-            self._reshard(origin, wanted, latest if again else None)
+            self._reshard(origin, wanted, (latest,) if again and latest else ())
         return self.forms[wanted]
 
     def _evaluate_part(self, wanted: Value) -> bool:
@@ -261,7 +272,7 @@ class _Writer:
         self.actions.append(Evaluate(eqn=eqn, operands=operands, results=(wanted,), strategy=strategy))
         return True
 
-    def _reshard(self, operand: Value | jc.Literal, result: Value, after: Value | None) -> Value:
+    def _reshard(self, operand: Value | jc.Literal, result: Value, after: tuple[Value, ...] = ()) -> Value:
         aval: Any = operand.aval if isinstance(operand, jc.Literal) else operand.variable.aval
         source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
         steps = reshard_steps(source, result.layout, tuple(aval.shape), self.mesh)
@@ -289,15 +300,74 @@ def _without_unread(
     read = {v for v in outputs if isinstance(v, Value)}
     kept: list[Action] = []
     for action in reversed(actions):
-        if isinstance(action, Reshard):
-            mine = [action.operand] if action.after is None else [action.operand, action.after]
-        else:
-            if action.results and all(v.variable in free and v not in read for v in action.results):
-                continue
-            mine = action.operands
-        kept.append(action)
-        read.update(v for v in mine if isinstance(v, Value))
+        results, operands = action_values(action)
+        is_read = (
+            isinstance(action, Reshard) or not results or any(v.variable not in free or v in read for v in results)
+        )
+        if is_read:
+            kept.append(action)
+            read.update(operands, awaited(action))
     return tuple(reversed(kept))
+
+
+def _behind_sums(actions: Sequence[Action], mesh: LogicalMesh) -> tuple[Action, ...]:
+    """Return the actions with regions that are not computed again before earlier sums are there, but for the last few.
+
+    Summands of such sums, of which devices take parts, are kept until all is summed: many of them where a compiler
+    begins sums late, or ends them late.
+    """
+    sums = {number: found for number, action in enumerate(actions) if (found := _scattered_sums(action, mesh))}
+    regions = [number for number, action in enumerate(actions) if _is_region(action)]
+    if not regions or sum(nbytes for found in sums.values() for _, nbytes in found) <= _SUMMED_AT_ONCE_BYTES:
+        return tuple(actions)
+    times, turned = _times_made(actions), list(actions)
+    pending: list[tuple[Value, float]] = []
+    for number in sorted({*sums, *regions}, key=lambda number: (times[number], number)):
+        action = turned[number]
+        if isinstance(action, RunBody):
+            after = list[Value]()
+            while sum(nbytes for _, nbytes in pending[1:]) >= _SUMMED_AT_ONCE_BYTES:
+                after.append(pending.pop(0)[0])
+            turned[number] = replace(action, after=tuple(after))
+        pending += sums.get(number, [])
+    makers = {value: number for number, action in enumerate(turned) for value in action_values(action)[0]}
+    needs = [{makers[v] for v in (*action_values(action)[1], *awaited(action)) if v in makers} for action in turned]
+    return tuple(turned[number] for number in by_place(needs, range(len(turned))))
+
+
+def _is_region(action: Action) -> bool:
+    return isinstance(action, RunBody) and action.eqn.primitive.name in REMAT
+
+
+def _times_made(actions: Sequence[Action]) -> list[float]:
+    """Return when the results of actions can be there: what goes element by element, or is resharded, at once."""
+    times, made = list[float](), dict[Value, float]()
+    for number, action in enumerate(actions):
+        results, operands = action_values(action)
+        at_once = isinstance(action, Reshard) or (
+            isinstance(action, Evaluate) and action.eqn.primitive.name in ELEMENTWISE | REARRANGEMENTS
+        )
+        times.append(max((made.get(v, -1.0) for v in operands), default=-1.0) if at_once else float(number))
+        made.update(dict.fromkeys(results, times[-1]))
+    return times
+
+
+def _scattered_sums(action: Action, mesh: LogicalMesh) -> list[tuple[Value, float]]:
+    """Return the results of a resharding or a recomputed region that are parts of sums, with the bytes of a summand.
+
+    Those of few bytes are left out.
+    """
+    match action:
+        case Reshard(operand=Value() as operand, result=result, steps=steps):
+            nbytes = value_bytes(operand, mesh)
+            is_sum = any(isinstance(step, ReduceScatter) for step in steps) and nbytes >= _SUMMED_AT_ONCE_BYTES / 256
+            return [(result, nbytes)] if is_sum else []
+        case RunBody(results=results, bodies=(body,)) if _is_region(action):
+            inside = dict(each for one in body.actions for each in _scattered_sums(one, mesh))
+            pairs = zip(results, body.outputs, strict=True)
+            return [(result, inside[v]) for result, v in pairs if isinstance(v, Value) and v in inside]
+        case _:
+            return []
 
 
 def _everywhere(eqn: jc.JaxprEqn) -> EquationPlan:

@@ -119,7 +119,7 @@ def test_what_a_barrier_holds_until_it_is_sliced_is_in_memory(after: bool):
             jaxpr.eqns, [(x,), (whole, jaxpr.eqns[1].invars[1]), (part,)], [whole, shifted, result], strict=True
         )
     ]
-    sliced = Reshard(operand=shifted, result=part, steps=(Slice((0,), 0),), after=x if after else None)
+    sliced = Reshard(operand=shifted, result=part, steps=(Slice((0,), 0),), after=(x,) if after else ())
     block = LocalBlock(
         jaxpr=jaxpr,
         inputs=(x,),

@@ -36,7 +36,7 @@ def written(block: LocalBlock) -> list[str]:
         match action:
             case Reshard(operand=operand, result=result, after=after):
                 source = describe_layout(operand.layout, LINE) if isinstance(operand, Value) else "constant"
-                again = "" if after is None else " again"
+                again = " again" if after else ""
                 return f"{source} to {describe_layout(result.layout, LINE)}{again}"
             case Evaluate(eqn=eqn) | RunBody(eqn=eqn):
                 return eqn.primitive.name
@@ -117,8 +117,8 @@ def test_what_a_later_phase_gathers_again_waits_for_what_it_is_needed_with():
     plan = BlockPlan(arguments=(ROWS, WHOLE), equations=tuple(equations), results=(WHOLE,))
     gathered = [each for each in local_block(jaxpr, plan, LINE).actions if isinstance(each, Reshard)]
     assert [each.result.form for each in gathered] == ["forward", "backward"]
-    assert gathered[0].after is None
-    assert gathered[1].after is not None
+    assert not gathered[0].after
+    assert gathered[1].after
     assert [each.repeated for each in planned_collectives(local_block(jaxpr, plan, LINE), LINE)] == [False, True]
 
 

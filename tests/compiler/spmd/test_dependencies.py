@@ -1,6 +1,6 @@
 """Orders of what needs others."""
 
-from autopar.compiler.memory.dependencies import by_place, readers_of, walk
+from autopar.compiler.spmd.dependencies import by_place, readers_of, walk
 
 DIAMOND = [[], [0], [0], [2, 1]]
 
