@@ -74,11 +74,18 @@ def test_nothing_waits_where_sums_end_early_or_are_small(machine: Machine):
     assert not any(action.after for action in regions)
 
 
-def test_what_waits_computes_the_same(one_sum_at_once):
+@pytest.mark.parametrize("as_users_jit", [False, True])
+def test_what_waits_computes_the_same(one_sum_at_once, as_users_jit: bool):
     _, waiting = planned(ending_late())
     assert waiting.plan.sharding is not None
     assert waiting.plan.sharding.layouts["waits_for_sums"]
-    new, loss = waiting.lower().compile()(*arguments())
+    found = waiting.shardings(devices=jax.devices()[:8])
+    run = (
+        jax.jit(found.constrain(step), in_shardings=found.inputs, out_shardings=found.outputs)
+        if as_users_jit
+        else waiting.lower().compile()
+    )
+    new, loss = run(*arguments())
     expected, expected_loss = jax.jit(step)(*arguments())
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     for mine, theirs in zip(new, expected, strict=True):
