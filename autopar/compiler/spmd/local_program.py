@@ -313,8 +313,8 @@ def _without_unread(
 def _behind_sums(actions: Sequence[Action], mesh: LogicalMesh) -> tuple[Action, ...]:
     """Return the actions with regions that are not computed again before earlier sums are there, but for the last few.
 
-    Summands of such sums, of which devices take parts, are kept until all is summed: many of them where a compiler
-    begins sums late, or ends them late.
+    Those of the region before it may go on beside a region, and those of few bytes. Summands of sums of which devices
+    take parts are kept until all is summed: many of them where a compiler begins sums late, or ends them late.
     """
     sums = {number: found for number, action in enumerate(actions) if (found := _scattered_sums(action, mesh))}
     regions = [number for number, action in enumerate(actions) if _is_region(action)]
@@ -322,12 +322,15 @@ def _behind_sums(actions: Sequence[Action], mesh: LogicalMesh) -> tuple[Action, 
         return tuple(actions)
     times, turned = _times_made(actions), list(actions)
     pending: list[tuple[Value, float]] = []
+    older = 0  # how many of them there were at the region before
     for number in sorted({*sums, *regions}, key=lambda number: (times[number], number)):
         action = turned[number]
         if isinstance(action, RunBody):
             after = list[Value]()
-            while sum(nbytes for _, nbytes in pending[1:]) >= _SUMMED_AT_ONCE_BYTES:
+            while older and sum(nbytes for _, nbytes in pending[1:]) >= _SUMMED_AT_ONCE_BYTES:
                 after.append(pending.pop(0)[0])
+                older -= 1
+            older = len(pending)
             turned[number] = replace(action, after=tuple(after))
         pending += sums.get(number, [])
     makers = {value: number for number, action in enumerate(turned) for value in action_values(action)[0]}
