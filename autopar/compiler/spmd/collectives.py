@@ -160,8 +160,8 @@ def _enter_invariants(
             case Evaluate(eqn=eqn, operands=operands, results=results):
                 found[action] = 1.0 if eqn.effects else min(map(of, operands), default=times)
                 known.update(dict.fromkeys(results, found[action]))
-            case RunBody(eqn=eqn, operands=operands, results=results, bodies=bodies):
-                given, rounds = [of(v) for v in operands], trips(eqn)
+            case RunBody(eqn=eqn, operands=operands, results=results, bodies=bodies, after=after):
+                given, rounds = [min(map(of, (v, *after))) for v in operands], trips(eqn)
                 made: list[float] = []
                 for body, entered in zip(bodies, _entered_invariants(eqn, given, rounds), strict=True):
                     made = _enter_invariants(body, dict(zip(body.inputs, entered, strict=True)), times * rounds, found)

@@ -1,6 +1,6 @@
-"""The values of a block of which some are evaluated, each in its layouts.
+"""Hold what is computed of a block while it is evaluated, and hold back what waits for other values.
 
-Value, what was computed for it  ->  what its readers get, once what they wait for is there
+Value, array  ->  the array that a reader of the value is given, behind what it waits for
 """
 
 from __future__ import annotations
